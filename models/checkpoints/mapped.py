@@ -47,7 +47,9 @@ def tensor_over(
 
 
 class MappedFile:
-    """A safetensors file. ``entries``: element type, shape and first byte of each tensor."""
+    """A safetensors file. ``entries``: element type, shape and first byte of each tensor.
+    ``metadata``: texts of the file's writer.
+    """
 
     def __init__(self, path: Path) -> None:
         """Maps the file and reads its header.
@@ -61,7 +63,7 @@ class MappedFile:
             self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         length = int.from_bytes(self._mapping[:8], "little")
         fields = json.loads(self._mapping[8 : 8 + length])
-        fields.pop("__metadata__", None)
+        self.metadata: dict[str, str] = fields.pop("__metadata__", None) or {}
         self.entries: dict[str, tuple[str, tuple[int, ...], int]] = {
             name: (entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
             for name, entry in fields.items()

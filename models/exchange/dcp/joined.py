@@ -1,7 +1,8 @@
 """Checkpoints with the optimizer in a DCP folder of its own.
 
 accelerate writes FSDP's shards so, inside of a folder of transformers' Trainer. NeMo Automodel
-writes each checkpoint so; its weights are another DCP folder, or a model folder of Hugging Face.
+writes each checkpoint so. Its weights are another DCP folder, a model folder of Hugging Face, or
+safetensors of each rank.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from penstock.models.adapters.files import SETTINGS
 from penstock.models.exchange.dcp.metadata import METADATA, read_contents
 from penstock.models.exchange.dcp.names import NamedContents, named
 from penstock.models.exchange.dcp.reader import state_of
+from penstock.models.exchange.dcp.shards import sharded_weights
 from penstock.models.exchange.folders import model_weights
-from penstock.models.exchange.foreign import ForeignState
+from penstock.models.exchange.foreign import WEIGHT, ForeignState
 
 _MODEL, _OPTIMIZER, _CONSOLIDATED = "model", "optim", "consolidated"
 _FSDP_MODEL, _FSDP_OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
@@ -50,7 +52,7 @@ class AutomodelReader:
         """Lists the tensors.
 
         Raises:
-            ConfigError: the weights are shards in safetensors, or an adapter; names the remedy.
+            ConfigError: the weights are those of an adapter; names the remedy.
             StateError: a file is missing or damaged; names the file.
         """
         model = path / _MODEL
@@ -64,18 +66,16 @@ class AutomodelReader:
                 f" {model} and --weights-only"
             )
         if not (model / _CONSOLIDATED).is_dir():
-            raise ConfigError(
-                f"{model}: has each rank's part of the weights; save with Automodel's"
-                " checkpoint.save_consolidated true, or with checkpoint.model_save_format"
-                " torch_save"
-            )
+            shards = {(name, WEIGHT): each for name, each in sharded_weights(model).items()}
+            tensors = {**shards, **optimizer.tensors}
+            return state_of(path, replace(optimizer, tensors=tensors), "automodel")
         weights = model_weights(model / _CONSOLIDATED)
         state = state_of(path, optimizer, "automodel")
         folder = f"{_MODEL}/{_CONSOLIDATED}"
-        tensors = [replace(each, file=f"{folder}/{each.file}") for each in weights.tensors]
+        named_files = [replace(each, file=f"{folder}/{each.file}") for each in weights.tensors]
         return replace(
             state,
-            tensors=(*tensors, *state.tensors),
+            tensors=(*named_files, *state.tensors),
             problems=(*weights.problems, *state.problems),
             notes=(*weights.notes, *state.notes),
         )

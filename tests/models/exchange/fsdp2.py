@@ -2,8 +2,8 @@
 
 ``python -m tests.models.exchange.fsdp2 FOLDER RANK`` is one of :data:`RANKS` processes. A job of
 ``jobs.json`` trains steps of its data, after the checkpoint ``load`` if the job names one. The job
-writes losses, the checkpoint ``save`` with a copy by accelerate (``save-trainer``), and ``full``:
-the complete numbers as torch gathers them.
+writes losses, the checkpoint ``save``, and ``full``: the complete numbers as torch gathers them.
+``save-trainer`` and ``save-automodel`` are the same checkpoint in the form of other trainers.
 ``dtype`` is that of parameters; ``computes`` is the type of a step over parameters in fp32.
 """
 
@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from accelerate import PartialState
 from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
 from torch import nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType, fully_shard
@@ -134,6 +135,16 @@ def trainer_folder(
     return folder
 
 
+def automodel_folder(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
+    """Saves as NeMo Automodel does: weights of each rank in safetensors, the optimizer as DCP."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, state = get_state_dict(model, optimizer, options=options)
+    writer = HuggingFaceStorageWriter(path=str(folder / "model"), save_distributed=True)
+    dcp.save(weights, storage_writer=writer)
+    dcp.save({"optim": state, "sched": {"num_steps": 3}}, checkpoint_id=folder / "optim")
+    return folder
+
+
 def _save(
     job: dict[str, Any],
     model: nn.Module,
@@ -147,6 +158,7 @@ def _save(
         dcp.save(values, checkpoint_id=job["save"])
         step = job.get("save_after", len(job["steps"]))
         trainer_folder(Path(f"{job['save']}-trainer"), model, optimizer, step)
+        automodel_folder(Path(f"{job['save']}-automodel"), model, optimizer)
     if job.get("full"):
         gathered = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
         weights, state = get_state_dict(model, optimizer, options=gathered)

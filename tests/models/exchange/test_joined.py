@@ -4,32 +4,41 @@ accelerate, and NeMo Automodel's, written by torch in Automodel's layout.
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import StateDictType
 
 from penstock.host.errors import ConfigError, StateError
 from penstock.models.exchange.readers import open_checkpoint
 from penstock.models.surgery.skeleton import build_skeleton
-from tests.models.exchange.fsdp2 import DECAY, trainer_folder
+from tests.models.exchange.fsdp2 import DECAY, automodel_folder, trainer_folder
 from tests.models.exchange.test_dcp import STEPS, check_equal, shard, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore::FutureWarning")
 
 
-def automodel_folder(folder: Path, model: Any, optimizer: Any) -> Path:
-    """Saves the optimizer and the scheduler of the rate as Automodel does."""
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    state = get_optimizer_state_dict(model, optimizer, options=options)
-    values = {"optim": state, "sched": {"num_steps": STEPS, "max_lr": 1.0}}
-    dcp.save(values, checkpoint_id=folder / "optim", no_dist=True)
-    (folder / "config.yaml").write_text("step_scheduler: {}\n")
-    return folder
+def split(folder: Path) -> None:
+    """Divides the rows of one rank's file among two ranks."""
+    (path,) = folder.glob("*.safetensors")
+    tensors = load_file(path)
+    with safe_open(path, framework="pt") as file:
+        places = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+    assert places == {n: {"saved_offsets": [0] * tensor.ndim} for n, tensor in tensors.items()}
+    path.unlink()
+    for rank in range(2):
+        parts = {name: tensor.chunk(2)[rank].clone() for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            places[name]["saved_offsets"][0] = rank * (len(tensor) - len(parts[name]))
+        metadata = {"DCP_SHARDING_INFO": json.dumps(places), "format": "pt"}
+        save_file(
+            parts, folder / path.name.replace("shard-00001", f"shard-0000{rank + 1}"), metadata
+        )
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -75,31 +84,43 @@ def test_a_folder_without_the_optimizer_s_shards_is_refused(tmp_path: Path) -> N
         open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("consolidated", [False, True])
-def test_a_checkpoint_of_automodel_is_read(consolidated: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["dcp", "consolidated", "rank", "ranks"])
+def test_a_checkpoint_of_automodel_is_read(form: str, tmp_path: Path) -> None:
     model, optimizer = trained()
     folder = automodel_folder(tmp_path / "epoch_0_step_3", model, optimizer)
-    if consolidated:
+    if form == "ranks":
+        split(folder / "model")
+    elif form == "consolidated":
         model.save_pretrained(folder / "model" / "consolidated")
-    else:
+    elif form == "dcp":
+        shutil.rmtree(folder / "model")
         dcp.save(model.state_dict(), checkpoint_id=folder / "model", no_dist=True)
     state = open_checkpoint(folder)
     check_equal(state, model, optimizer)
     assert (state.kind, state.step, state.problems) == ("automodel", STEPS, ())
-    assert all((folder / tensor.file).is_file() for tensor in state.tensors)
+    files = {file for tensor in state.tensors for file in tensor.file.split(", ")}
+    assert all((folder / file).is_file() for file in files)
+    assert len([file for file in files if "/shard-" in file]) == {"rank": 1, "ranks": 2}.get(
+        form, 0
+    )
     assert {n for group in state.groups for n in group.names} == {
         name for name, _ in model.named_parameters()
     }
     assert any("sched.num_steps" in note for note in state.notes)
 
 
-def test_weights_of_automodel_by_rank_and_adapters_are_refused(tmp_path: Path) -> None:
+def test_damaged_parts_of_ranks_and_adapters_are_refused(tmp_path: Path) -> None:
     model, optimizer = trained(1)
     folder = automodel_folder(tmp_path / "epoch_0_step_3", model, optimizer)
-    writer = HuggingFaceStorageWriter(path=str(folder / "model"), save_distributed=True)
-    dcp.save(model.state_dict(), storage_writer=writer, no_dist=True)
-    assert list((folder / "model").glob("shard-*.safetensors"))
-    with pytest.raises(ConfigError, match=r"model: has each rank's part.*save_consolidated true"):
+    split(folder / "model")
+    first, second = sorted((folder / "model").glob("shard-*.safetensors"))
+    content = second.read_bytes()
+    second.write_bytes(content[:-8])
+    with pytest.raises(StateError, match=rf"{second.name}: is damaged.*copy the checkpoint again"):
+        open_checkpoint(folder)
+    second.write_bytes(content)
+    first.unlink()
+    with pytest.raises(StateError, match=r"chunks of .* are missing.*files of all ranks"):
         open_checkpoint(folder)
     (folder / "model" / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"model: is an adapter.*and --weights-only"):
@@ -109,7 +130,6 @@ def test_weights_of_automodel_by_rank_and_adapters_are_refused(tmp_path: Path) -
 def test_a_missing_shard_of_automodel_s_optimizer_is_named(tmp_path: Path) -> None:
     model, optimizer = trained(1)
     folder = automodel_folder(tmp_path / "epoch_0_step_3", model, optimizer)
-    dcp.save(model.state_dict(), checkpoint_id=folder / "model", no_dist=True)
     shard(folder / "optim")
     (folder / "optim" / "__1_9.distcp").unlink()
     with pytest.raises(StateError, match=r"optim/__1_9.distcp: is missing.*files of all ranks"):
