@@ -49,11 +49,12 @@ def choose_state(run_dir: Path, step: int | None) -> StateFolder:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportFormat:
     """A format of exports. ``content``: its files, in a sentence. ``trains``: the files have the
-    optimizer's state.
+    optimizer's state. ``advice``: a sentence for the user of the files.
     """
 
     content: str
     trains: bool = False
+    advice: str = ""
 
 
 HF, PEFT, DCP, UNIVERSAL = "hf", "peft", "dcp", "universal"
@@ -65,7 +66,10 @@ FORMATS: Mapping[str, ExportFormat] = MappingProxyType(
             content="weights and optimizer for torch.distributed.checkpoint", trains=True
         ),
         UNIVERSAL: ExportFormat(
-            content="weights and Adam's state as DeepSpeed's universal checkpoint", trains=True
+            content="weights and Adam's state as DeepSpeed's universal checkpoint",
+            trains=True,
+            advice="ZeRO-3 with several groups needs two lines after load_checkpoint: see penstock"
+            " docs CHECKPOINTS",
         ),
     }
 )
@@ -206,6 +210,8 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield from report["notes"]
     if report["adapted"] and form == HF:
         yield f"its adapter is merged into the weights; --format {PEFT} writes it alone"
+    if FORMATS[form].advice:
+        yield FORMATS[form].advice
     if report["verified"]:
         yield "verified: every tensor, read back, equals that of the saved state"
 

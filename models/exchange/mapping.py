@@ -203,6 +203,8 @@ def _say_lacking(
             present = sorted({name for name, role in by_key if role in (MASTER, WEIGHT)})
             if any(map(is_adapter_tensor, tensors)):
                 remedy = "remove the section adapter; or train a new adapter with model.path"
+            elif array == FROZEN:
+                remedy = "save it again with its frozen weights"
             else:
                 remedy = "give the configuration of the model that was trained"
             findings.problems.append(

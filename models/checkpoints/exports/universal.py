@@ -89,23 +89,20 @@ def _value(state: TrainingState, parameter: SavedParameter, array: str) -> torch
 
 
 def _groups(state: TrainingState) -> list[dict[str, Any]]:
-    """Returns a group for each pair of rate and decay. DeepSpeed copies the settings into its own
-    groups by their order, and stage 3 copies those of the first group into all. So the files name
-    only settings that are equal in all groups: other ones stay those of DeepSpeed's configuration.
+    """Returns a group for each parameter, as no optimizer there has more groups. Stages 1 and 2
+    load a group only if the file has a group of the same number.
+
+    DeepSpeed copies the settings into its groups, and stage 3 copies those of the first into all.
+    So the files name only settings that all parameters share: DeepSpeed keeps its own of the rest.
     """
-    distinct: dict[tuple[float, float], dict[str, Any]] = {}
-    for parameter in state.parameters:
-        if parameter.spec.trainable:
-            settings = state.settings(parameter)
-            distinct.setdefault((parameter.lr, parameter.weight_decay), settings)
-    groups = list(distinct.values())
+    settings = [state.settings(each) for each in state.parameters if each.spec.trainable]
     equal = {
         key: value
-        for key, value in groups[0].items()
-        if key in _SETTINGS and all(other[key] == value for other in groups)
+        for key, value in settings[0].items()
+        if key in _SETTINGS and all(other[key] == value for other in settings)
     }
     # FusedAdam keeps the steps in its group.
-    return [{**equal, "step": state.step, "params": [n]} for n in range(len(groups))]
+    return [{**equal, "step": state.step, "params": [n]} for n in range(len(settings))]
 
 
 def _optimizer_state(state: TrainingState, step: torch.Tensor) -> dict[str, Any]:

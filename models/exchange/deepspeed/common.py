@@ -147,7 +147,8 @@ def row(value: Any, path: Path, name: str) -> PickledTensor:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStates:
     """The contents of ``*_model_states.pt`` that an import uses. ``shapes``: parameters of each
-    group, by name, as they lie in the flat tensors.
+    group, by name, as they lie in the flat tensors. ``is_round_robin``: DeepSpeed dealt parameters
+    to ranks in turns.
     """
 
     path: Path
@@ -161,6 +162,7 @@ class ModelStates:
     global_samples: int | None
     skipped_steps: int
     dp_world_size: int | None
+    is_round_robin: bool
 
     def weights(self, root: Path) -> Iterator[ForeignTensor]:
         """Yields tensors of the module that the optimizer does not train, and frozen parameters
@@ -191,6 +193,8 @@ def read_model_states(path: Path) -> ModelStates:
     if isinstance(shapes, dict):
         shapes = [shapes]
     names = expect_list(fields.get("buffer_names") or [], path, "buffer_names")
+    settings = fields.get("ds_config")
+    zero = settings.get("zero_optimization") if isinstance(settings, dict) else None
     return ModelStates(
         path=path,
         shapes=tuple(
@@ -206,6 +210,7 @@ def read_model_states(path: Path) -> ModelStates:
         global_samples=counts.get("global_samples"),
         skipped_steps=counts.get("skipped_steps", 0),
         dp_world_size=counts.get("dp_world_size"),
+        is_round_robin=isinstance(zero, dict) and zero.get("round_robin_gradients") is True,
     )
 
 

@@ -6,12 +6,15 @@ of parameters are needed: other files give groups, samples and frozen parameters
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from penstock.host.errors import ConfigError, StateError
+from penstock.models.checkpoints.files import few
 from penstock.models.exchange.deepspeed.common import (
     MOMENTS,
     ModelStates,
@@ -22,12 +25,8 @@ from penstock.models.exchange.deepspeed.common import (
     step_of,
     tagged,
 )
-from penstock.models.exchange.foreign import (
-    MASTER,
-    ForeignGroup,
-    ForeignState,
-    ForeignTensor,
-)
+from penstock.models.exchange.deepspeed.zero import frozen_tensors, rank_states
+from penstock.models.exchange.foreign import MASTER, ForeignGroup, ForeignState, ForeignTensor
 from penstock.models.exchange.pickles import PickledTensor, expect, load_torch
 
 LATEST = "latest_universal"
@@ -72,7 +71,8 @@ class UniversalReader:
         states = _model_states(root)
         masters = {tensor.name for tensor in tensors}
         if states is not None:
-            tensors += (each for each in states.weights(root) if each.name not in masters)
+            problems += _mixed(states, tensors, root)
+            tensors += (each for each in _others(states, root) if each.name not in masters)
         saved = _optimizer_state(root)
         return ForeignState(
             kind="deepspeed-universal",
@@ -118,6 +118,38 @@ def _model_states(root: Path) -> ModelStates | None:
     return read_model_states(files[0]) if files else None
 
 
+def _others(states: ModelStates, root: Path) -> Iterator[ForeignTensor]:
+    """Yields tensors that the optimizer does not train. Stage 3 leaves frozen parameters in the
+    files of its ranks.
+    """
+    tensors = {tensor.name: tensor for tensor in states.weights(root)}
+    if states.frozen_shapes and states.path.name.startswith("zero_"):
+        ranks = rank_states(root, states.dp_world_size or 1)
+        tensors |= {tensor.name: tensor for tensor in frozen_tensors(ranks, root)}
+    yield from tensors.values()
+
+
+def _mixed(states: ModelStates, tensors: Sequence[ForeignTensor], root: Path) -> Iterator[str]:
+    """Yields a problem if masters are not the model's weights. DeepSpeed's converter (0.19.8) takes
+    parameters of ``round_robin_gradients`` in another order than that of their numbers.
+    """
+    if not states.is_round_robin:
+        return
+    module = {plain_name(name): tensor for name, tensor in states.module.items()}
+    differing = []
+    for tensor in tensors:
+        if tensor.role == MASTER and tensor.name in module:
+            weights = module[tensor.name].load().reshape(-1)
+            if not torch.equal(tensor.load().reshape(-1).to(weights.dtype), weights):
+                differing.append(tensor.name)
+    if differing:
+        yield (
+            f"{root / 'zero'}: {few(differing)} are not the weights in {states.path.name}:"
+            " ds_to_universal mixes parameters of round_robin_gradients; import the directory that"
+            " was converted"
+        )
+
+
 def _optimizer_state(root: Path) -> tuple[Path, dict[Any, Any]] | None:
     path = root / "zero" / "optimizer_state.pt"
     if not path.is_file():
@@ -147,4 +179,6 @@ def _groups(
         return ()
     shapes = () if states is None else states.shapes
     names = [tuple(plain_name(name) for name in each) for each in shapes]
-    return groups_of(saved[1]["param_groups"], names, saved[0])
+    groups = groups_of(saved[1]["param_groups"], names, saved[0])
+    # Penstock's exports have the same settings for each parameter, without a name.
+    return tuple({repr(group): group for group in groups}.values())

@@ -81,7 +81,7 @@ class ZeroReader:
             )
         assemble = _partitioned if first.stage == 3 else _flat
         tensors = list(assemble(ranks, model, root))
-        tensors += _frozen(states, root) if first.stage == 3 else model.weights(root)
+        tensors += frozen_tensors(states, root) if first.stage == 3 else model.weights(root)
         counts = {step for step in first.steps if step is not None}
         steps = {
             plain_name(name): step
@@ -89,7 +89,6 @@ class ZeroReader:
             if step is not None
             for name in shapes
         }
-        names = [tuple(map(plain_name, each)) for each in model.shapes]
         return ForeignState(
             kind="deepspeed-zero",
             path=root,
@@ -97,9 +96,24 @@ class ZeroReader:
             step=counts.pop() if len(counts) == 1 else None,
             steps=steps,
             samples_seen=model.global_samples,
-            groups=groups_of(first.groups, names, first.path),
+            groups=groups_of(first.groups, _names_of_groups(first, model), first.path),
             notes=(f"ZeRO stage {first.stage} on {first.world_size} ranks", *_notes(model)),
         )
+
+
+def _names_of_groups(rank: _Rank, model: ModelStates) -> list[tuple[str, ...]]:
+    """Returns the parameters of each group of settings. Stage 3 cuts a group into several rows;
+    the group's ``params`` are numbers of rows.
+    """
+    names = [tuple(map(plain_name, each)) for each in model.shapes]
+    rows = [
+        group.get("params") if isinstance(group, dict) else None
+        for group in expect_list(rank.groups, rank.path, "param_groups")
+    ]
+    numbers = [number for each in rows if isinstance(each, list) for number in each]
+    if numbers != list(range(len(names))):
+        return names
+    return [tuple(name for number in each or () for name in names[number]) for each in rows]
 
 
 def _notes(model: ModelStates) -> Iterator[str]:
@@ -228,22 +242,36 @@ def _paddings(value: Any, path: Path) -> tuple[tuple[int, ...], ...] | None:
 
 def _model_states(root: Path, ranks: Sequence[_Rank]) -> tuple[ModelStates, ...]:
     """Reads the names and shapes: one file for stages 1 and 2, one a rank for stage 3."""
-    if ranks[0].stage != 3:
-        paths = [root / "mp_rank_00_model_states.pt"]
-    else:
-        names = {int(m[1]): p for p in root.iterdir() if (m := _MODEL.fullmatch(p.name))}
-        default = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
-        paths = [names.get(n, root / default.format(n)) for n in range(len(ranks))]
+    if ranks[0].stage == 3:
+        return rank_states(root, len(ranks))
+    states = (read_model_states(root / "mp_rank_00_model_states.pt"),)
+    _check_states(states, len(ranks))
+    return states
+
+
+def rank_states(root: Path, count: int) -> tuple[ModelStates, ...]:
+    """Reads the model's files of ``count`` ranks of stage 3.
+
+    Raises:
+        StateError: a file is missing or damaged, or of another checkpoint; names the file.
+    """
+    names = {int(m[1]): p for p in root.iterdir() if (m := _MODEL.fullmatch(p.name))}
+    default = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
+    paths = (names.get(n, root / default.format(n)) for n in range(count))
     states = tuple(map(read_model_states, paths))
+    _check_states(states, count)
+    return states
+
+
+def _check_states(states: Sequence[ModelStates], count: int) -> None:
     for each in states:
-        if each.dp_world_size not in (None, len(ranks)):
+        if each.dp_world_size not in (None, count):
             raise StateError(
-                f"{each.path}: is of {each.dp_world_size} ranks, the optimizer's files of"
-                f" {len(ranks)}; copy the files of one checkpoint"
+                f"{each.path}: is of {each.dp_world_size} ranks, the optimizer's files of {count};"
+                " copy the files of one checkpoint"
             )
         if each.shapes != states[0].shapes:
             raise StateError(f"{each.path}: its parameters differ from {states[0].path.name}'s")
-    return states
 
 
 def _flat(ranks: Sequence[_Rank], model: ModelStates, root: Path) -> Iterator[ForeignTensor]:
@@ -306,8 +334,12 @@ def _partitioned(ranks: Sequence[_Rank], model: ModelStates, root: Path) -> Iter
                 start += part
 
 
-def _frozen(states: Sequence[ModelStates], root: Path) -> Iterator[ForeignTensor]:
-    """Yields frozen parameters of stage 3."""
+def frozen_tensors(states: Sequence[ModelStates], root: Path) -> Iterator[ForeignTensor]:
+    """Yields frozen parameters of stage 3, which lie in parts in the model's files of all ranks.
+
+    Raises:
+        StateError: a part is missing; names the file.
+    """
     for name, shape in states[0].frozen_shapes.items():
         count = math.prod(shape)
         pieces: list[PickledTensor] = []

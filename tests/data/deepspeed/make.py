@@ -35,21 +35,30 @@ KINDS: dict[str, dict[str, Any]] = {
     "zero1": {"stage": 1},
     "zero2": {"stage": 2, "dtype": "bf16", "groups": False, "frozen": ["model.norm"]},
     "zero3": {"stage": 3, "frozen": ["model.embed_tokens"]},
+    "tied1": {"stage": 1, "model": "tied"},
+    "parts3": {"stage": 3, "zero": {"sub_group_size": 40}},
+    "empty1": {"stage": 1, "steps": [0, 0]},
+    "robin2": {"stage": 2, "zero": {"round_robin_gradients": True}},
 }
+CONVERTED = ("zero3", "robin2")
+"""Kinds that are stored in their converted form, too. DeepSpeed leaves frozen parameters of the
+first in the files of ranks, and mixes parameters of the second.
+"""
 STEPS = 3
 
 
-def make(kind: str, model: Path, folder: Path, port: int) -> dict[str, str]:
+def make(kind: str, folder: Path, port: int) -> dict[str, str]:
     """Trains, packs the checkpoint, and returns digests of the converted one."""
     rows = [
         [[(step + 3 * row + 5 * n * n) % 12 for n in range(6)] for row in range(2)]
         for step in range(STEPS)
     ]
     settings = {
-        **{"model": str(model), "rows": rows, "ranks": 2, "steps": [0, STEPS], "port": port},
+        **{"model": "plain", "rows": rows, "ranks": 2, "steps": [0, STEPS], "port": port},
         **{"save": str(folder / kind), "tag": "global_step3", "optimizer": OPTIMIZER},
         **KINDS[kind],
     }
+    settings["model"] = str(folder / settings["model"])
     path = folder / f"{kind}.json"
     path.write_text(json.dumps(settings))
     module = "tests.integration.trainers.deepspeed_training"
@@ -87,11 +96,16 @@ def main() -> None:
     out, digests = Path(sys.argv[1]), {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        torch.manual_seed(1)
-        LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder / "model")
+        for name, tied in (("plain", False), ("tied", True)):
+            torch.manual_seed(1)
+            config = LlamaConfig(**SIZES, tie_word_embeddings=tied)
+            LlamaForCausalLM(config).save_pretrained(folder / name)
         for number, kind in enumerate(KINDS):
-            digests[kind] = make(kind, folder / "model", folder, 29840 + number)
+            digests[kind] = make(kind, folder, 29840 + number)
             (out / f"{kind}.tar.xz").write_bytes(packed(folder, kind))
+        del digests["robin2"]  # of mixed parameters
+        for converted in (f"{kind}-universal" for kind in CONVERTED):
+            (out / f"{converted}.tar.xz").write_bytes(packed(folder, converted))
     (out / "digests.json").write_text(json.dumps(digests, indent=1, sort_keys=True) + "\n")
 
 

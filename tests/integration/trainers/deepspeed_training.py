@@ -3,12 +3,15 @@
 Runs in an environment with DeepSpeed, one process a rank. The last line of its output is the JSON
 list of losses. Settings: ``model`` is a folder, ``rows`` are token ids by step, ``steps`` the first
 and the last step. ``load`` is a checkpoint's folder; ``universal`` is true for that form.
-``groups`` false makes one group. ``frozen`` are prefixes of names. ``save_at``: the step
-after which the checkpoint is saved; without it, the last one.
+``own_steps`` true gives each part of the optimizer's state its own step, as docs/CHECKPOINTS.md
+advises for stage 3. ``kind``: an optimizer of :func:`optimizer_of`. ``groups`` false makes one
+group. ``frozen`` are prefixes of names. ``save_at``: the step before which the checkpoint is saved;
+without it, the end.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -19,6 +22,15 @@ from typing import Any
 import torch
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def optimizer_of(settings: dict[str, Any], groups: Any) -> Any:
+    """Returns AdamW of torch, or one of DeepSpeed's own, which are compiled at their first use."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+
+    kinds = {"torch": torch.optim.AdamW, "cpu": DeepSpeedCPUAdam, "fused": FusedAdam}
+    known = {key: settings["optimizer"][key] for key in ("lr", "betas", "eps")}
+    return kinds[settings.get("kind", "torch")](groups, **known)
 
 
 def engine_of(settings: dict[str, Any]) -> Any:
@@ -41,11 +53,10 @@ def engine_of(settings: dict[str, Any]) -> Any:
             {"params": decayed, "weight_decay": settings["optimizer"]["weight_decay"]},
             {"params": plain, "weight_decay": 0.0},
         ]
-    known = {key: settings["optimizer"][key] for key in ("lr", "betas", "eps")}
     ranks = settings["ranks"]
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=torch.optim.AdamW([group for group in groups if group["params"]], **known),
+        optimizer=optimizer_of(settings, [group for group in groups if group["params"]]),
         config={
             "train_batch_size": len(settings["rows"][0]),
             "train_micro_batch_size_per_gpu": len(settings["rows"][0]) // ranks,
@@ -77,9 +88,17 @@ def train(rank: int, settings: dict[str, Any], losses: Path) -> None:
     if settings.get("load"):
         path, _ = engine.load_checkpoint(settings["load"], tag=settings.get("from"))
         assert path is not None, "DeepSpeed loaded nothing"
+    if settings.get("own_steps"):
+        for state in engine.optimizer.optimizer.state.values():
+            state["step"] = copy.deepcopy(state["step"])
     result = []
     first, last = settings["steps"]
-    for step in range(first, last):
+    save_at = settings.get("save_at", last) if settings.get("save") else None
+    for step in range(first, last + 1):
+        if step == save_at:
+            engine.save_checkpoint(settings["save"], tag=settings["tag"])
+        if step == last:
+            break
         batch = settings["rows"][step]
         size = len(batch) // settings["ranks"]
         ids = torch.tensor(batch[rank * size : (rank + 1) * size])
@@ -89,10 +108,6 @@ def train(rank: int, settings: dict[str, Any], losses: Path) -> None:
         mean = loss.detach().double() / settings["ranks"]
         torch.distributed.all_reduce(mean)
         result.append(mean.item())
-        if step + 1 == settings.get("save_at"):
-            engine.save_checkpoint(settings["save"], tag=settings["tag"])
-    if settings.get("save") and not settings.get("save_at"):
-        engine.save_checkpoint(settings["save"], tag=settings["tag"])
     if rank == 0:
         losses.write_text(json.dumps(result))
 

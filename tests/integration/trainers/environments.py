@@ -60,6 +60,9 @@ def ran(python: Path, module: str, *words: str) -> str:
     variables = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
+        # DeepSpeed compiles its operators with the environment's ninja, into this folder.
+        "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
+        "TORCH_EXTENSIONS_DIR": str(python.parents[1] / "extensions"),
         **dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "DISABLE_VERSION_CHECK"), "1"),
     }
     done = subprocess.run(

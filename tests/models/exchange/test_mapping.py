@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ def planned(
     tied: bool,
     weights_only: bool = False,
     samples_seen: int | None = None,
+    freeze: Sequence[str] = (),
     **optimizer: Any,
 ) -> ImportPlan:
     fields = {**TINY_LLAMA, "tie_word_embeddings": tied}
@@ -66,7 +68,7 @@ def planned(
         {
             "model": {"hf": fields, "dtype": "fp32"},
             "data": {"path": "a", "tokenizer": "byte", "sequence_length": 8},
-            "train": {"steps": 9, "global_batch": 4},
+            "train": {"steps": 9, "global_batch": 4, "freeze": list(freeze)},
             "optimizer": {"weight_decay": 0.1, **optimizer},
         },
         source="test",
@@ -103,6 +105,13 @@ def test_what_does_not_fit_is_named() -> None:
     some = tuple(t for t in state.tensors if (t.name, t.role) != ("lm_head.weight", "exp_avg"))
     problems = planned(replace(state, tensors=some), tied=False).problems
     assert problems and "train.freeze" in problems[0] and "lm_head.weight" in problems[0]
+    none = tuple(t for t in state.tensors if t.name != "lm_head.weight")
+    for freeze, remedy in (
+        ([], "give the configuration of the model that was trained"),
+        (["lm_head"], "save it again with its frozen weights"),
+    ):
+        problems = planned(replace(state, tensors=none), tied=False, freeze=freeze).problems
+        assert "has no weights of lm_head.weight" in problems[0] and problems[0].endswith(remedy)
     more = (*state.tensors, tensor("model.layers.99.a", WEIGHT, torch.ones(2)))
     problems = planned(replace(state, tensors=more), tied=False).problems
     assert problems and "no place for model.layers.99.a" in problems[0]

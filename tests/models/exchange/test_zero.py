@@ -32,12 +32,20 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-@pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3"])
+TIED = "lm_head.weight"
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3", "tied1", "parts3", "empty1"])
 def test_tensors_are_those_that_deepspeed_converts(kind: str, tmp_path: Path) -> None:
     state = open_checkpoint(unpacked(kind, tmp_path))
-    assert (state.kind, state.step, state.samples_seen) == ("deepspeed-zero", 3, 6)
-    assert state.notes == (f"ZeRO stage {kind[-1]} on 2 ranks",)
+    position = (None, 0) if kind == "empty1" else (3, 6)
+    assert (state.kind, state.step, state.samples_seen) == ("deepspeed-zero", *position)
+    notes = [f"ZeRO stage {kind[-1]} on 2 ranks"]
     stored = json.loads((DATA / "digests.json").read_text())[kind]
+    if kind == "tied1":
+        notes.append(f"{TIED} is tied to model.embed_tokens.weight")
+        assert stored.pop(f"{TIED}/fp32") == stored["model.embed_tokens.weight/fp32"]
+    assert state.notes == tuple(notes)
     read = {(tensor.name, tensor.role): tensor for tensor in state.tensors}
     frozen = {"zero2": {"model.norm.weight"}, "zero3": {"model.embed_tokens.weight"}}
     for key, expected in stored.items():
@@ -70,6 +78,42 @@ def test_groups_have_names_and_settings(tmp_path: Path) -> None:
     }
     (group,) = open_checkpoint(unpacked("zero2", tmp_path)).groups
     assert len(group.names) == 11 and group.weight_decay == 0.1
+    # Stage 3 has several rows a group.
+    assert open_checkpoint(unpacked("parts3", tmp_path)).groups == (decayed, plain)
+
+
+def test_frozen_parameters_of_a_converted_stage_3_are_in_the_files_of_ranks(tmp_path: Path) -> None:
+    whole, folder = open_checkpoint(unpacked("zero3", tmp_path)), tmp_path / "zero3-universal"
+    unpacked(folder.name, tmp_path)
+    converted = open_checkpoint(folder)
+    (frozen,) = (tensor for tensor in converted.tensors if tensor.role == "weight")
+    (expected,) = (tensor for tensor in whole.tensors if tensor.role == "weight")
+    assert (frozen.name, frozen.shape) == (expected.name, expected.shape)
+    assert torch.equal(frozen.load(), expected.load())
+    assert {(t.name, t.role) for t in converted.tensors} == {
+        (t.name, t.role) for t in whole.tensors
+    }
+    part = folder / "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    part.write_bytes(part.read_bytes()[:-100])
+    with pytest.raises(StateError, match=f"{part.name}.*copy the checkpoint again"):
+        open_checkpoint(folder)
+    part.unlink()
+    with pytest.raises(StateError, match=f"{part.name}.*copy the checkpoint again"):
+        open_checkpoint(folder)
+
+
+def test_parameters_that_a_conversion_mixes_are_refused(tmp_path: Path) -> None:
+    """DeepSpeed's converter of round_robin_gradients writes other numbers than the model's."""
+    root = unpacked("robin2", tmp_path)
+    states = torch.load(root / "global_step3" / "mp_rank_00_model_states.pt", weights_only=False)
+    masters = [t for t in open_checkpoint(root).tensors if t.role == "master"]
+    assert len(masters) == 12
+    for tensor in masters:
+        assert torch.equal(tensor.load(), states["module"][tensor.name])
+    unpacked("robin2-universal", tmp_path)
+    (problem,) = open_checkpoint(tmp_path / "robin2-universal").problems
+    assert "are not the weights in mp_rank_00_model_states.pt" in problem
+    assert problem.endswith("import the directory that was converted")
 
 
 @pytest.mark.parametrize("kind", ["zero1", "zero3"])
@@ -143,6 +187,11 @@ def test_universal_checkpoints_with_faults_are_refused(tmp_path: Path) -> None:
         opened(tmp_path / "c", fp32={"param": "a"})
     with pytest.raises(ConfigError, match="experts, which transformers names"):
         opened(tmp_path / "d", fp32={**numbers, "is_expert_param": True})
+    path = opened(tmp_path / "f", fp32=numbers, exp_avg=numbers).path
+    damaged = path / "zero" / "module.lm_head.weight" / "exp_avg.pt"
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    with pytest.raises(StateError, match=r"exp_avg\.pt: .*copy the checkpoint again"):
+        open_checkpoint(path)
     (tmp_path / "e" / "zero").mkdir(parents=True)
     with pytest.raises(StateError, match="has no folder with fp32"):
         open_checkpoint(tmp_path / "e")
