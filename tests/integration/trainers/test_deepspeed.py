@@ -7,6 +7,7 @@ that goes on without a move. ``-s`` shows the largest relative differences.
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,8 +30,8 @@ DECAYED = {"groups": [{"match": ["model", "lm_head"], "weight_decay": 0.1}]}
 MODULE = "tests.integration.trainers.deepspeed_training"
 CONVERT = "deepspeed.checkpoint.ds_to_universal"
 TOLERANCE = 1e-6
-BF16_BOUND = 5e-3
-"""Penstock computes in bf16 with its own order of sums, and a loss has its own rounding."""
+BF16_BOUND = 2e-3
+"""Relative difference of losses in bf16, where both sum in their own order. Measured: 5.6e-4."""
 runner = H.runner
 
 
@@ -188,21 +189,21 @@ def started_here(
 
 
 @pytest.mark.parametrize(
-    ("stage", "kind"),
+    ("stage", "kind", "ranks"),
     [
-        *((stage, "torch") for stage in (1, 2, 3)),
-        *((stage, "fused") for stage in (1, 3)),
-        *((stage, "cpu") for stage in (2, 3)),
+        *((stage, "torch", 2) for stage in (1, 2, 3)),
+        *((stage, "fused", ranks) for stage, ranks in ((1, 1), (3, 2))),
+        *((stage, "cpu", 4) for stage in (2, 3)),
     ],
 )
 def test_a_run_of_penstock_goes_on_in_every_stage(
-    stage: int, kind: str, python: Path, model: Path, started_here: Any, tmp_path: Path
+    stage: int, kind: str, ranks: int, python: Path, model: Path, started_here: Any, tmp_path: Path
 ) -> None:
     """The optimizers are torch's AdamW, and DeepSpeed's FusedAdam and CPUAdam."""
     out, stayed = started_here
-    zero = {"stage": stage, "kind": kind, "own_steps": stage == 3}
+    zero = {"stage": stage, "kind": kind, "ranks": ranks, "own_steps": stage == 3}
     losses = continued(python, tmp_path, model, out, **zero)
-    print(f"stage {stage}, {kind}: {difference(losses, stayed):.1e}")
+    print(f"stage {stage}, {kind}, {ranks} ranks: {difference(losses, stayed):.1e}")
     assert losses == pytest.approx(stayed, rel=TOLERANCE)
 
 
@@ -247,20 +248,33 @@ def test_odd_checkpoints_go_on_here(
         changes = {"train": {"freeze": zero["frozen"]}}
     config = configured(runner, model, "odd", changes)
     if name == "before the first step":
-        _refuse(runner, source, config)
+        _refuse(runner, source, config, "has no state of an optimizer", "--weights-only")
+        _refuse_damage(runner, source, config)
         run_dir = imported(runner, source, config, "--weights-only")
     else:
         run_dir = imported(runner, source, config)
     runner.train(config)
-    here, rest = losses_of(run_dir)[-(STEPS - moved) :], stayed[moved:]
+    here, rest = (
+        losses[moved - STEPS :][: STEPS - MOVED] for losses in (losses_of(run_dir), stayed)
+    )
     print(f"{name}: {difference(here, rest):.1e}")
     assert here == pytest.approx(rest, rel=BF16_BOUND if name == "bf16" else TOLERANCE)
 
 
-def _refuse(runner: Any, source: Path, config: Path) -> None:
-    """Imports a checkpoint without moments: a clear error, and nothing is written."""
+def _refuse(runner: Any, source: Path, config: Path, *parts: str) -> None:
+    """Imports a checkpoint that is refused: a clear error, and nothing is written."""
     run_dir = runner.root / config.stem
     code, output = runner.call("import", source, "--config", config, "--run-dir", run_dir)
-    assert code == 2
-    assert "has no state of an optimizer" in output and "--weights-only" in output
+    assert code == 2, output
+    assert all(part in output for part in parts), output
     assert not run_dir.exists()
+
+
+def _refuse_damage(runner: Any, source: Path, config: Path) -> None:
+    """Imports the checkpoint with a truncated file, and without the file."""
+    copied = shutil.copytree(source, runner.root / "damaged")
+    path = copied / "moved" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    path.write_bytes(path.read_bytes()[:-100])
+    _refuse(runner, copied, config, path.name, "copy the checkpoint again")
+    path.unlink()
+    _refuse(runner, copied, config, path.name, "is missing", "copy the files of all ranks")
