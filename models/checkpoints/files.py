@@ -25,6 +25,8 @@ _WEIGHTS = (
     *("pytorch_model*.bin", "pytorch_model*.bin.index.json"),
 )
 """Patterns of files that hold weights of a model, or list files that do."""
+_RANDOM = "rng_state"
+"""Start of the names of random states in checkpoints of transformers' Trainer."""
 _RANKS = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _FEW = 4
 
@@ -89,7 +91,7 @@ def recorded_files(run_dir: Path, directory: Path) -> tuple[str, ...]:
 
 def files_beside(directory: Path, chosen: Sequence[str]) -> list[str]:
     """Returns the names of other files in a folder that hold weights, or list files that do."""
-    candidates = {path.name for pattern in _WEIGHTS for path in directory.glob(pattern)}
+    candidates = _named_as_weights(directory)
     if _SINGLE not in chosen:
         candidates.discard(_INDEX)
     return sorted(candidates - set(chosen))
@@ -97,7 +99,12 @@ def files_beside(directory: Path, chosen: Sequence[str]) -> list[str]:
 
 def has_weights(directory: Path) -> bool:
     """Returns whether a folder has files with the names of weights."""
-    return any(True for pattern in _WEIGHTS for _ in directory.glob(pattern))
+    return bool(_named_as_weights(directory))
+
+
+def _named_as_weights(directory: Path) -> set[str]:
+    names = {path.name for pattern in _WEIGHTS for path in directory.glob(pattern)}
+    return {name for name in names if not name.startswith(_RANDOM)}
 
 
 def few(names: Iterable[str], limit: int = _FEW) -> str:

@@ -216,13 +216,14 @@ def _say_lacking(
                 f"{state.path}: has no {array} of {listed(tensors)}, which the configuration"
                 " trains; exclude the tensors by train.freeze, or give --weights-only"
             )
-        else:
-            moments = sorted(roles - {MASTER, WEIGHT})
+        elif moments := sorted(roles - {MASTER, WEIGHT}):
             findings.problems.append(
                 f"{state.path}: has no {array} of any tensor, and optimizer.name keeps it; the"
-                f" checkpoint has {', '.join(moments) or 'no state of an optimizer'}; set"
-                " optimizer.name to its optimizer, or give --weights-only"
+                f" checkpoint has {', '.join(moments)}; set optimizer.name to its optimizer, or"
+                " give --weights-only"
             )
+    if not roles - {MASTER, WEIGHT} and names.keys() - {MASTER, FROZEN}:
+        findings.problems.append(f"{state.path}: has no state of an optimizer; give --weights-only")
 
 
 def _check_shapes(assignments: Sequence[Assignment], findings: _Findings) -> None:
@@ -346,10 +347,11 @@ def _position(
                 " and the checkpoint does not name its step"
             )
     if step is None:
-        findings.problems.append(
-            f"{state.path}: does not name its step; give --samples-seen, or --weights-only"
-        )
-        return 0, 0
+        if any(tensor.role not in (MASTER, WEIGHT) for tensor in state.tensors):
+            findings.problems.append(
+                f"{state.path}: does not name its step; give --samples-seen, or --weights-only"
+            )
+        return 0, 0  # without moments the import is refused
     if samples_seen is None:
         samples_seen = step * batch
         findings.notes.append(

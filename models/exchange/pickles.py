@@ -386,6 +386,9 @@ def _no_storage(identifier: Any) -> Any:
 
 
 Expected = TypeVar("Expected")
+_NAMES: Mapping[type, str] = MappingProxyType({PickledTensor: "a tensor"})
+_MOST_BITS = 1024
+"""Bits of an integer that has no float."""
 
 
 def expect(value: Any, kind: type[Expected], path: Path, name: str) -> Expected:
@@ -394,7 +397,7 @@ def expect(value: Any, kind: type[Expected], path: Path, name: str) -> Expected:
     Raises:
         StateError: the value is of another class; names the file and the value.
     """
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and value.bit_length() < _MOST_BITS:
         value = float(value)
     if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
         return value
@@ -402,9 +405,10 @@ def expect(value: Any, kind: type[Expected], path: Path, name: str) -> Expected:
         shown = f"an object of the class {value.name[:100]}, which Penstock does not run"
     else:
         shown = f"of type {type(value).__name__}"
+    needed = _NAMES.get(kind, kind.__name__)
     raise StateError(
-        f"{path}: {name} is {shown}, in place of {kind.__name__}; save the checkpoint with plain"
-        " tensors and numbers"
+        f"{path}: {name} is {shown}, in place of {needed}; save the checkpoint with plain tensors"
+        " and numbers"
     )
 
 

@@ -8,6 +8,7 @@ name is given only where the numbers of parameters and all shapes agree.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -254,6 +255,9 @@ def _read_optimizer(path: Path, name: str | None) -> _Optimizer:
         if problem := _other_optimizer(path, name, states, settings):
             return _Optimizer(path=path, problems=(problem,))
         groups = tuple(_group(path, group, states) for group in settings)
+        members = {member.number for group in groups for member in group.members}
+        if others := [str(number) for number in states if number not in members]:
+            raise StateError(f"{path}: no group has the parameters {few(others)} of its state")
     except StateError as error:
         return _Optimizer(path=path, problems=(f"{error}; or {_REMEDY}",))
     if not any(member.arrays for group in groups for member in group.members):
@@ -317,10 +321,13 @@ def _numbered(path: Path, number: Any, states: Mapping[Any, Any]) -> _Numbered:
     return _Numbered(number=number, arrays=arrays, step=None if step is None else int(step))
 
 
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and -sys.float_info.max <= value <= sys.float_info.max
+
+
 def _is_count(value: Any) -> bool:
     """Returns whether a number counts steps; torch keeps the count in fp32."""
-    is_number = isinstance(value, int | float) and math.isfinite(value)
-    return is_number and value >= 0 and value == int(value)
+    return _is_finite(value) and value >= 0 and value == int(value)
 
 
 def _plain(name: str) -> str:
@@ -490,16 +497,16 @@ def _foreign_group(group: _Group, names: tuple[str, ...]) -> ForeignGroup:
     known = {
         key: _number(group.settings.get(key)) for key in ("lr", "betas", "eps", "weight_decay")
     }
-    numbers = {k: float(v) for k, v in known.items() if isinstance(v, int | float)}
+    numbers = {k: float(v) for k, v in known.items() if _is_finite(v)}
     betas = known["betas"]
     pair = None
-    if isinstance(betas, tuple | list) and len(betas) == 2:
+    if isinstance(betas, tuple | list) and len(betas) == 2 and all(map(_is_finite, betas)):
         pair = (float(betas[0]), float(betas[1]))
-    plain = (bool, int, float, str, type(None))
+    plain = (bool, int, str, type(None))
     others = {
         str(key): value
         for key, value in group.settings.items()
-        if key not in known and isinstance(value, plain)
+        if key not in known and (isinstance(value, plain) or _is_finite(value))
     }
     return ForeignGroup(
         names=names,

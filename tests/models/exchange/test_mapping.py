@@ -217,3 +217,13 @@ def test_another_batch_is_a_note() -> None:
     assert "train.global_batch is 4, the checkpoint has 24 samples in 3 steps" in notes
     notes = planned(state, tied=False, samples_seen=12).notes
     assert not any("how" in note or "global_batch" in note for note in notes)
+
+
+def test_weights_alone_have_one_problem() -> None:
+    state = checkpoint(tied=False)
+    weights = tuple(each for each in state.tensors if each.role == WEIGHT)
+    state = replace(state, tensors=weights, steps={}, groups=())
+    assert planned(state, tied=False).problems == (
+        "a: has no state of an optimizer; give --weights-only",
+    )
+    assert planned(state, tied=False, weights_only=True).problems == ()

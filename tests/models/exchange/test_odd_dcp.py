@@ -192,7 +192,7 @@ def _of_another_optimizer(folder: Path) -> None:
         (_without_a_file, StateError, r"__1_9.distcp: is missing.*copy the files of all ranks"),
         (_truncated, StateError, r"__2_9.distcp: is truncated.*copy the checkpoint again"),
         (_infinite, ConfigError, rf"weight of {NORM} has numbers that are not finite.*earlier"),
-        (_before_the_first_step, ConfigError, r"no exp_avg of any tensor.*--weights-only"),
+        (_before_the_first_step, ConfigError, r"no state of an optimizer; give --weights-only"),
         (_frozen, ConfigError, rf"no exp_avg of {HEAD}.*train.freeze, or give --weights-only"),
         (_of_another_optimizer, ConfigError, r"no exp_avg of any tensor.*momentum_buffer"),
     ],

@@ -183,6 +183,40 @@ def test_an_optimizer_without_state_is_refused(copied: Path) -> None:
     assert "optimizer.pt: is missing" in problem_of(open_checkpoint(copied))
 
 
+def test_a_state_without_a_group_is_refused(copied: Path) -> None:
+    file = copied / "optimizer.pt"
+    state = torch.load(file)
+    state["state"][77] = state["state"][3]
+    torch.save(state, file)
+    assert "no group has the parameters 77 of its state" in problem_of(open_checkpoint(copied))
+
+
+@pytest.mark.parametrize("value", [float("nan"), 10**400, "1e-3"])
+def test_settings_that_are_no_numbers_are_unknown(value: Any, copied: Path, plain: Trained) -> None:
+    state = changed(copied, lr=value, betas=(value, value), eps=value)
+    check(state, plain)
+    assert {(each.lr, each.betas, each.eps) for each in state.groups} == {(None, None, None)}
+    assert "NaN" not in json.dumps(state.to_fields())
+    schedule = copied / "scheduler.pt"
+    torch.save({**torch.load(schedule), "_last_lr": [value, value]}, schedule)
+    assert any("rates are not compared" in note for note in open_checkpoint(copied).notes)
+
+
+def test_a_tensor_of_another_kind_is_named(copied: Path) -> None:
+    file = copied / "optimizer.pt"
+    state = torch.load(file)
+    state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"].to_sparse()
+    torch.save(state, file)
+    problem = problem_of(open_checkpoint(copied))
+    assert "_rebuild_sparse_tensor, which Penstock does not run, in place of a tensor" in problem
+
+
+def test_random_states_are_no_weights(copied: Path) -> None:
+    (copied / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="no other file of weights is read"):
+        open_checkpoint(copied)
+
+
 def test_a_truncated_optimizer_leaves_the_weights(copied: Path) -> None:
     file = copied / "optimizer.pt"
     file.write_bytes(file.read_bytes()[:-500])
@@ -321,7 +355,10 @@ def test_another_number_of_parameters_is_refused(change: int, copied: Path) -> N
     file = copied / "optimizer.pt"
     state = torch.load(file)
     numbers = state["param_groups"][0]["params"]
-    _ = numbers.pop() if change < 0 else numbers.append(99)
+    if change < 0:
+        del state["state"][numbers.pop()]
+    else:
+        numbers.append(99)
     torch.save(state, file)
     (problem,) = open_checkpoint(copied).state_problems
     assert f"has groups of {16 + change} and 5 parameters" in problem and REMEDY in problem
