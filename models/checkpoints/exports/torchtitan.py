@@ -188,7 +188,9 @@ class TitanLayout:
 
 
 def titan_notes(state: TrainingState) -> Iterator[str]:
-    """Yields settings that torchtitan changes at a load: its optimizer has a single group."""
+    """Yields settings that torchtitan changes at a load: its optimizer has a single group, which
+    trains all parameters.
+    """
     trained = [each for each in state.parameters if each.spec.trainable]
     first = {"weight_decay": trained[0].weight_decay, "lr": trained[0].lr}
     for setting, value in first.items():
@@ -199,3 +201,8 @@ def titan_notes(state: TrainingState) -> Iterator[str]:
                 f" {trained[0].name}; {len(differing)} tensors such as {differing[0]} have others"
                 " in the run"
             )
+    if frozen := [each.name for each in state.parameters if not each.spec.trainable]:
+        yield (
+            f"{len(frozen)} tensors such as {frozen[0]} are not trained and have no moments;"
+            " torchtitan loads the folder if it does not train them either"
+        )

@@ -65,8 +65,9 @@ class AutomodelReader:
                 f"{model}: is an adapter, of which Automodel's optimizer is not read; give"
                 f" {model} and --weights-only"
             )
-        if not (model / _CONSOLIDATED).is_dir():
-            shards = {(name, WEIGHT): each for name, each in sharded_weights(model).items()}
+        shards = {(name, WEIGHT): each for name, each in sharded_weights(model).items()}
+        # Consolidated weights may have a narrower type: that of the model that was tuned.
+        if shards or not (model / _CONSOLIDATED).is_dir():
             tensors = {**shards, **optimizer.tensors}
             return state_of(path, replace(optimizer, tensors=tensors), "automodel")
         weights = model_weights(model / _CONSOLIDATED)

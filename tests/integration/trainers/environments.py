@@ -35,6 +35,8 @@ TORCHTITAN = (
 )
 """Triton is imported alone: torch's CPU build has none, and nothing here is compiled by it."""
 
+AUTOMODEL = ("nemo_automodel==0.7.0", "torchdata", "psutil")
+
 _UNUSED = ("torchaudio",)
 """Modules that LLaMA-Factory imports for sounds alone: each is an empty file here."""
 

@@ -4,12 +4,14 @@
 ``jobs.json`` trains steps of its data, after the checkpoint ``load`` if the job names one. The job
 writes losses, the checkpoint ``save``, and ``full``: the complete numbers as torch gathers them.
 ``save-trainer`` and ``save-automodel`` are the same checkpoint in the form of other trainers.
+``automodel`` has settings of Automodel's own checkpoints by name.
 ``dtype`` is that of parameters; ``computes`` is the type of a step over parameters in fp32.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -145,6 +147,20 @@ def automodel_folder(folder: Path, model: nn.Module, optimizer: torch.optim.Opti
     return folder
 
 
+def _automodel(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, options: dict[str, str]
+) -> None:
+    """Saves through NeMo Automodel itself, where it is installed."""
+    from nemo_automodel.components.checkpoint.config import CheckpointingConfig
+
+    rank = dist.get_rank()
+    config = CheckpointingConfig(checkpoint_dir=folder.parent, **options)
+    checkpointer = config.build(dp_rank=rank, tp_rank=0, pp_rank=0)
+    checkpointer.save_model(model, str(folder))
+    checkpointer.save_optimizer(optimizer, model, str(folder))
+    checkpointer.close()
+
+
 def _save(
     job: dict[str, Any],
     model: nn.Module,
@@ -159,6 +175,8 @@ def _save(
         step = job.get("save_after", len(job["steps"]))
         trainer_folder(Path(f"{job['save']}-trainer"), model, optimizer, step)
         automodel_folder(Path(f"{job['save']}-automodel"), model, optimizer)
+    for name, settings in job.get("automodel", {}).items():
+        _automodel(Path(f"{job['save']}-{name}-automodel"), model, optimizer, settings)
     if job.get("full"):
         gathered = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
         weights, state = get_state_dict(model, optimizer, options=gathered)
@@ -166,14 +184,19 @@ def _save(
             torch.save({"model": weights, "optimizer": state}, job["full"])
 
 
-def run(folder: Path, *jobs: dict[str, Any]) -> list[list[float]]:
+def run(
+    folder: Path, *jobs: dict[str, Any], python: str | Path = sys.executable
+) -> list[list[float]]:
     """Does jobs with :data:`RANKS` processes; returns the losses of each job."""
     listed = [{**job, "losses": str(folder / f"losses-{n}.json")} for n, job in enumerate(jobs)]
     (folder / "meeting").unlink(missing_ok=True)
     (folder / "jobs.json").write_text(json.dumps(listed))
-    words = [sys.executable, "-m", "tests.models.exchange.fsdp2", str(folder)]
+    words = [python, "-m", "tests.models.exchange.fsdp2", str(folder)]
     root = Path(__file__).parents[3]
-    members = [subprocess.Popen([*words, str(rank)], cwd=root) for rank in range(RANKS)]
+    variables = {**os.environ, "PYTHONPATH": str(root)}
+    members = [
+        subprocess.Popen([*words, str(rank)], cwd=root, env=variables) for rank in range(RANKS)
+    ]
     assert [member.wait(timeout=500) for member in members] == [0] * RANKS
     return [json.loads(Path(job["losses"]).read_text()) for job in listed]
 
@@ -191,3 +214,5 @@ def main(folder: Path, rank: int) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), int(sys.argv[2]))
+    sys.stdout.flush()
+    os._exit(0)  # threads of groups that libraries made would end the process with a signal

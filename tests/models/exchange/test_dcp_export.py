@@ -204,6 +204,15 @@ def test_an_export_with_torchtitan_s_names_has_the_same_bits_after_an_import(
     assert all(torch.equal(read[key].load(), value) for key, value in expected.items())
 
 
+def test_an_export_for_torchtitan_says_that_parts_are_not_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, out = run_of(tmp_path / "root", train={"freeze": ["lm_head"]}), tmp_path / "out"
+    assert export_dcp(run_dir, state_of(run_dir, "state"), out, "--format", "torchtitan") == 0
+    notes = [json.loads(line)["note"] for line in capsys.readouterr().out.splitlines()]
+    assert len(notes) == 2 and "1 tensors such as lm_head.weight are not trained" in notes[1]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

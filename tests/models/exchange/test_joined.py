@@ -4,6 +4,7 @@ accelerate, and NeMo Automodel's, written by torch in Automodel's layout.
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -84,6 +85,13 @@ def test_a_folder_without_the_optimizer_s_shards_is_refused(tmp_path: Path) -> N
         open_checkpoint(folder)
 
 
+def test_weights_of_ranks_come_before_narrower_consolidated_ones(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    folder = automodel_folder(tmp_path / "epoch_0_step_3", model, optimizer)
+    copy.deepcopy(model).bfloat16().save_pretrained(folder / "model" / "consolidated")
+    check_equal(open_checkpoint(folder), model, optimizer)
+
+
 @pytest.mark.parametrize("form", ["dcp", "consolidated", "rank", "ranks"])
 def test_a_checkpoint_of_automodel_is_read(form: str, tmp_path: Path) -> None:
     model, optimizer = trained()
@@ -91,6 +99,7 @@ def test_a_checkpoint_of_automodel_is_read(form: str, tmp_path: Path) -> None:
     if form == "ranks":
         split(folder / "model")
     elif form == "consolidated":
+        shutil.rmtree(folder / "model")
         model.save_pretrained(folder / "model" / "consolidated")
     elif form == "dcp":
         shutil.rmtree(folder / "model")
