@@ -11,7 +11,12 @@ from typing import Any
 import torch
 
 from penstock.host.errors import StateError
-from penstock.models.exchange.foreign import WEIGHT, ForeignGroup, ForeignTensor
+from penstock.host.files import is_file
+from penstock.models.adapters.files import SETTINGS, WEIGHTS
+from penstock.models.adapters.settings import is_adapter_tensor
+from penstock.models.checkpoints.adapters import PREFIX
+from penstock.models.exchange.folders import fitted_adapter
+from penstock.models.exchange.foreign import WEIGHT, ForeignGroup, ForeignState, ForeignTensor
 from penstock.models.exchange.pickles import (
     PickledTensor,
     expect,
@@ -24,12 +29,37 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """Arrays of Adam's state, in DeepSpeed's and in our names."""
 
 _WRAPPERS = re.compile(r"^(?:module\.)+|_orig_mod\.")
+_OF_PEFT = re.compile(
+    r"\.(?:base_layer|original_module|modules_to_save\.default)(?=\.)|(?<=_[AB])\.default(?=\.|$)"
+)
+"""Parts of names that PEFT adds to those of its files."""
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
 def plain_name(name: str) -> str:
-    """Returns a parameter's name without the prefixes of wrappers."""
-    return _WRAPPERS.sub("", name)
+    """Returns a parameter's name without the prefixes of wrappers, and as PEFT's files have it."""
+    name = _WRAPPERS.sub("", name)
+    return _OF_PEFT.sub("", name.removeprefix(PREFIX)) if name.startswith(PREFIX) else name
+
+
+def compared_with_adapter(state: ForeignState) -> ForeignState:
+    """Returns the checkpoint. If PEFT's files lie in its folder or the one above, an import
+    compares their settings with the run's adapter.
+    """
+    if not any(is_adapter_tensor(tensor.name) for tensor in state.tensors):
+        return state
+    folders = [
+        folder
+        for folder in (state.path, state.path.parent)
+        if is_file(folder / SETTINGS) and is_file(folder / WEIGHTS)
+    ]
+    if folders:
+        return replace(state, fit=lambda skeleton, _: fitted_adapter(state, folders[0], skeleton))
+    note = (
+        f"{state.path}: has no folder of PEFT with {SETTINGS} and {WEIGHTS}, so alpha and modules"
+        " are those of the configuration"
+    )
+    return replace(state, notes=(*state.notes, note))
 
 
 def tagged(path: Path, file: str) -> Path:

@@ -18,6 +18,7 @@ from penstock.models.checkpoints.files import few
 from penstock.models.exchange.deepspeed.common import (
     MOMENTS,
     ModelStates,
+    compared_with_adapter,
     foreign,
     groups_of,
     plain_name,
@@ -74,7 +75,7 @@ class UniversalReader:
             problems += _mixed(states, tensors, root)
             tensors += (each for each in _others(states, root) if each.name not in masters)
         saved = _optimizer_state(root)
-        return ForeignState(
+        state = ForeignState(
             kind="deepspeed-universal",
             path=root,
             tensors=tuple(tensors),
@@ -84,6 +85,7 @@ class UniversalReader:
             groups=_groups(saved, states),
             problems=tuple(problems),
         )
+        return compared_with_adapter(state)
 
 
 def _parameter(folder: Path, root: Path) -> Iterator[ForeignTensor]:

@@ -21,6 +21,7 @@ from penstock.host.errors import ConfigError, StateError
 from penstock.models.exchange.deepspeed.common import (
     MOMENTS,
     ModelStates,
+    compared_with_adapter,
     foreign,
     groups_of,
     narrowed,
@@ -89,7 +90,7 @@ class ZeroReader:
             if step is not None
             for name in shapes
         }
-        return ForeignState(
+        state = ForeignState(
             kind="deepspeed-zero",
             path=root,
             tensors=tuple(tensors),
@@ -99,6 +100,7 @@ class ZeroReader:
             groups=groups_of(first.groups, _names_of_groups(first, model), first.path),
             notes=(f"ZeRO stage {first.stage} on {first.world_size} ranks", *_notes(model)),
         )
+        return compared_with_adapter(state)
 
 
 def _names_of_groups(rank: _Rank, model: ModelStates) -> list[tuple[str, ...]]:

@@ -5,8 +5,9 @@ list of losses. Settings: ``model`` is a folder, ``rows`` are token ids by step,
 and the last step. ``load`` is a checkpoint's folder; ``universal`` is true for that form.
 ``own_steps`` true gives each part of the optimizer's state its own step, as docs/CHECKPOINTS.md
 advises for stage 3. ``kind``: an optimizer of :func:`optimizer_of`. ``groups`` false makes one
-group. ``frozen`` are prefixes of names. ``save_at``: the step before which the checkpoint is saved;
-without it, the end.
+group. ``frozen`` are prefixes of names, ``adapter`` the settings of PEFT's LoRA. ``save_at``: the
+step before which the checkpoint is saved; without it, the end. ``light`` leaves frozen parameters
+out of the checkpoint, as transformers' Trainer does for an adapter.
 """
 
 from __future__ import annotations
@@ -33,17 +34,28 @@ def optimizer_of(settings: dict[str, Any], groups: Any) -> Any:
     return kinds[settings.get("kind", "torch")](groups, **known)
 
 
-def engine_of(settings: dict[str, Any]) -> Any:
-    """Returns DeepSpeed's engine with the model in it."""
-    import deepspeed
+def model_of(settings: dict[str, Any]) -> Any:
+    """Returns the model, perhaps with PEFT's adapter or frozen parts."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     dtype = FLOATS[settings.get("dtype", "fp32")]
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype)
     model.config.use_cache = False
+    if "adapter" in settings:
+        from peft import LoraConfig, get_peft_model
+
+        return get_peft_model(model, LoraConfig(**settings["adapter"]))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(tuple(settings.get("frozen", ()))))
+    return model
+
+
+def engine_of(settings: dict[str, Any]) -> Any:
+    """Returns DeepSpeed's engine with the model in it."""
+    import deepspeed
+
+    model = model_of(settings)
     trained = [p for p in model.parameters() if p.requires_grad]
     groups: Any = [{"params": trained, "weight_decay": settings["optimizer"]["weight_decay"]}]
     if settings.get("groups", True):
@@ -68,7 +80,7 @@ def engine_of(settings: dict[str, Any]) -> Any:
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "gradient_clipping": settings.get("clip", 0.0),
-            "bf16": {"enabled": dtype is torch.bfloat16},
+            "bf16": {"enabled": settings.get("dtype") == "bf16"},
             "checkpoint": {"load_universal": bool(settings.get("universal"))},
         },
     )
@@ -96,7 +108,9 @@ def train(rank: int, settings: dict[str, Any], losses: Path) -> None:
     save_at = settings.get("save_at", last) if settings.get("save") else None
     for step in range(first, last + 1):
         if step == save_at:
-            engine.save_checkpoint(settings["save"], tag=settings["tag"])
+            light = settings.get("light", False)
+            words = {"tag": settings["tag"], "exclude_frozen_parameters": light}
+            engine.save_checkpoint(settings["save"], **words)
         if step == last:
             break
         batch = settings["rows"][step]

@@ -220,6 +220,9 @@ def test_stage_3_gives_its_sub_groups_one_step(
     assert losses != pytest.approx(stayed, rel=TOLERANCE), "the lines are not needed any more"
 
 
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
+ADAPTED = {"adapter": {"r": 4, "alpha": 8, "targets": ["q_proj", "down_proj"]}}
+
 ODD: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "tied": ({"stage": 1}, {}, False),
     "tied in stage 3": ({"stage": 3}, {}, True),
@@ -228,13 +231,16 @@ ODD: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "frozen, converted": ({"stage": 3, "frozen": ["model.embed_tokens", "model.norm"]}, {}, True),
     "sub-groups": ({"stage": 3, "zero": {"sub_group_size": 40}}, {}, False),
     "before the first step": ({"stage": 1, "save_at": 0}, {}, False),
+    "adapter": ({"stage": 2, "adapter": LORA, "light": True}, ADAPTED, False),
+    "adapter in stage 3": ({"stage": 3, "adapter": LORA}, ADAPTED, False),
+    "adapter, converted": ({"stage": 3, "adapter": LORA, "light": True}, ADAPTED, True),
     "bf16": ({"stage": 1, "dtype": "bf16"}, {"model": {"dtype": "bf16"}}, False),
 }
 """Settings there, settings here, and whether DeepSpeed converts the checkpoint first."""
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_checkpoints_go_on_here(
+def test_odd_checkpoints_go_on_here_and_back(
     name: str, python: Path, model: Path, runner: Any, tmp_path: Path
 ) -> None:
     zero, changes, is_converted = ODD[name]
@@ -253,12 +259,17 @@ def test_odd_checkpoints_go_on_here(
         run_dir = imported(runner, source, config, "--weights-only")
     else:
         run_dir = imported(runner, source, config)
+    rest = stayed[moved:][: STEPS - MOVED]
+    bound = BF16_BOUND if name == "bf16" else TOLERANCE
+    if moved == MOVED and "adapter" not in zero:
+        out = exported(runner, run_dir, tmp_path / "back", MOVED)
+        back = continued(python, tmp_path, model, out, **zero, own_steps=zero["stage"] == 3)
+        print(f"{name}, back: {difference(back, rest):.1e}")
+        assert back == pytest.approx(rest, rel=bound)
     runner.train(config)
-    here, rest = (
-        losses[moved - STEPS :][: STEPS - MOVED] for losses in (losses_of(run_dir), stayed)
-    )
+    here = losses_of(run_dir)[moved - STEPS :][: STEPS - MOVED]
     print(f"{name}: {difference(here, rest):.1e}")
-    assert here == pytest.approx(rest, rel=BF16_BOUND if name == "bf16" else TOLERANCE)
+    assert here == pytest.approx(rest, rel=bound)
 
 
 def _refuse(runner: Any, source: Path, config: Path, *parts: str) -> None:

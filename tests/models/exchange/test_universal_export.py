@@ -50,7 +50,8 @@ def test_files_have_each_parameter_once(
     for path in folder.glob("zero/*/*.pt"):
         content = torch.load(path, weights_only=True)
         if path.stem == "step":
-            assert content == STEP
+            # torch's AdamW takes no number, and FusedAdam and CPUAdam take a tensor, too.
+            assert (content, content.dtype, content.shape) == (STEP, torch.float32, ())
             continue
         key = f"{FILES[path.stem]}{path.parent.name}"
         assert torch.equal(content["param"], expected.pop(key))

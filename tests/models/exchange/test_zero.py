@@ -11,10 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
+from transformers import LlamaConfig
 
+from penstock.config.adapter import AdapterConfig
 from penstock.host.errors import ConfigError, StateError
+from penstock.models.exchange.deepspeed.common import plain_name
 from penstock.models.exchange.foreign import ForeignState
 from penstock.models.exchange.readers import open_checkpoint
+from penstock.models.surgery.skeleton import build_skeleton
+from tests.system.conftest import TINY_LLAMA
 
 DATA = Path(__file__).parents[2] / "data" / "deepspeed"
 ROLES = {"fp32": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -175,6 +181,38 @@ def test_universal_checkpoints_need_only_their_parameters(tmp_path: Path) -> Non
     assert (bare.step, bare.tensors[0].shape, bare.tensors[0].num_elements) == (None, None, 6)
     (tmp_path / "latest_universal").write_text("a")
     assert open_checkpoint(tmp_path).step == 8
+
+
+def test_names_of_adapters_are_those_of_peft_s_files() -> None:
+    prefix, layer = "base_model.model.model.layers.0.mlp.up_proj", "model.layers.0.mlp.up_proj"
+    names = {
+        f"{prefix}.lora_A.default.weight": f"{layer}.lora_A.weight",
+        f"{prefix}.base_layer.weight": f"{layer}.weight",
+        f"module.{prefix}.modules_to_save.default.weight": f"{layer}.weight",
+        f"{prefix}.original_module.weight": f"{layer}.weight",
+        "base_model.model.embed.lora_embedding_A.default": "embed.lora_embedding_A",
+        "model.default.weight": "model.default.weight",
+    }
+    assert {name: plain_name(name) for name in names} == names
+
+
+def test_an_adapter_is_compared_with_the_settings_of_peft(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-3" / "global_step3"
+    part = folder / "zero" / "base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight"
+    part.mkdir(parents=True)
+    torch.save({"param": torch.ones(2, 3), "cat_dim": 0}, part / "fp32.pt")
+    (note,) = open_checkpoint(folder).notes
+    assert note.endswith("alpha and modules are those of the configuration")
+    (folder.parent / "adapter_model.safetensors").touch()
+    LoraConfig(r=2, lora_alpha=4, target_modules=["up_proj"]).save_pretrained(folder.parent)
+    state = open_checkpoint(folder)
+    assert not state.notes
+    hf_config = LlamaConfig(**TINY_LLAMA)
+    for alpha, count in ((4.0, 0), (8.0, 1)):
+        adapter = AdapterConfig(r=2, alpha=alpha, targets=("up_proj",))
+        problems = state.fitted(build_skeleton(hf_config, adapter), ()).problems
+        assert len(problems) == count
+        assert all("differs from the configuration's" in problem for problem in problems)
 
 
 def test_universal_checkpoints_with_faults_are_refused(tmp_path: Path) -> None:
