@@ -92,7 +92,8 @@ def check(config: Config, request: Import, say: Say, starter: Starter | None) ->
         text = with_absolute_paths(config).to_yaml()
         write_atomically(folder / "resolved.yaml", text)
         run_models_prepare(config, folder, "--table-only", progress=say, starter=starter)
-        report = _reported(folder, request, folder / REPORT, starter)
+        log = folder.with_suffix(".txt")  # which stays, if an error needs it
+        report = _reported(folder, request, folder / REPORT, log, starter)
     finally:
         shutil.rmtree(folder)
     compare_rates(report, config)
@@ -137,7 +138,8 @@ def _written(
     path = run.path / f"{REPORT}.tmp"
     into = run.state_dir / f"{TEMPORARY_PREFIX}import"
     words = ["--into", str(into), *(["--verify"] if request.verify else [])]
-    report = _reported(run.path, request, path, starter, words, say)
+    log = run.path.with_name(f"{run.path.name}-import.txt")
+    report = _reported(run.path, request, path, log, starter, words, say)
     path.unlink()
     files = tuple((str(f["name"]), int(f["bytes"]), str(f["sha256"])) for f in report.pop("files"))
     assert len(files) == len(run.table.blocks)
@@ -172,15 +174,17 @@ def _reported(
     run_dir: Path,
     request: Import,
     report: Path,
+    log: Path,
     starter: Starter | None,
     words: Sequence[str] = (),
     say: Say = lambda line: None,
 ) -> dict[str, Any]:
-    """Runs the tool, and returns its report."""
+    """Runs the tool, and returns its report. ``log``: of an error that is no user's; outside of the
+    folder, which the error removes.
+    """
     source = str(request.source.absolute())
     arguments = (str(run_dir), source, str(report), *request.words, *words)
     try:
-        log = run_dir / "logs" / "import.txt"
         run_tool(_TOOL, *arguments, log=log, progress=say, starter=starter)
     except PenstockError as error:
         if (fields := _read(report)) and fields["problems"]:

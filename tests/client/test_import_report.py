@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 from transformers import get_scheduler
 
+from penstock.client.exchange import imports
 from penstock.client.exchange.imports import Import, compare_rates, import_run
 from penstock.config.schema import Config, parse_config
-from penstock.host.errors import ConfigError
+from penstock.host.errors import ConfigError, PenstockError
 
 STEPS, WARMUP, DONE = 40, 4, 20
 PEAK = 1e-2
@@ -111,3 +113,15 @@ def test_run_and_checkpoint_lie_apart(source: str, run_dir: str, tmp_path: Path)
     with pytest.raises(ConfigError, match=r"--run-dir .*: lies in the checkpoint .* or contains"):
         import_run(config(), tmp_path / run_dir, request, lambda line: None, None)
     assert (tmp_path / source).is_dir() and not list((tmp_path / source).iterdir())
+
+
+def test_the_log_of_an_unforeseen_error_stays(monkeypatch: Any, tmp_path: Path) -> None:
+    """The folder in which the checkpoint was compared does not."""
+    monkeypatch.setattr(imports, "run_models_prepare", lambda *args, **kwargs: None)
+    monkeypatch.setattr(imports, "_TOOL", "penstock.no_such_tool")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(PenstockError, match=r"No module named penstock\.no_such_tool") as caught:
+        imports.check(config(), Import(source=tmp_path), lambda line: None, None)
+    (left,) = tmp_path.iterdir()
+    assert f"(see {left})" in str(caught.value)
+    assert "No module named" in left.read_text()

@@ -16,7 +16,8 @@ from penstock.host.errors import ConfigError, StateError
 from penstock.models.exchange.foreign import ForeignState
 from penstock.models.exchange.readers import open_checkpoint
 from penstock.models.surgery.skeleton import build_skeleton
-from tests.models.exchange.trainers import Trained, new_model, train
+from tests.models.exchange.trainers import Trained, new_model, saved_untrained, train
+from tests.worker.test_composites import save_gemma
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
@@ -413,3 +414,17 @@ def test_processes_and_accumulation_count_samples(copied: Path) -> None:
     assert open_checkpoint(copied).samples_seen == 16
     (copied / "training_args.bin").unlink()
     assert open_checkpoint(copied).samples_seen is None
+
+
+def test_a_model_of_several_parts_gives_its_text_weights(tmp_path: Path) -> None:
+    from transformers import Gemma3ForConditionalGeneration
+
+    save_gemma(tmp_path / "model")
+    model = Gemma3ForConditionalGeneration.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    state = open_checkpoint(saved_untrained(tmp_path / "checkpoint-1", model))
+    assert "model of several parts is not read" in problem_of(state)
+    text = dict(model.model.language_model.named_parameters(prefix="model"))
+    weights = {each.name: each.load() for each in state.tensors}
+    assert weights.keys() - text.keys() <= {"lm_head.weight"} and weights.keys() >= text.keys()
+    assert all(torch.equal(weights[name], value) for name, value in text.items())
+    assert any("tensors of other parts than the text model" in note for note in state.notes)
