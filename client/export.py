@@ -68,8 +68,8 @@ FORMATS: Mapping[str, ExportFormat] = MappingProxyType(
         UNIVERSAL: ExportFormat(
             content="weights and Adam's state as DeepSpeed's universal checkpoint",
             trains=True,
-            advice="ZeRO-3 with several groups needs two lines after load_checkpoint: see penstock"
-            " docs CHECKPOINTS",
+            advice="ZeRO-3 with several groups or sub-groups needs two lines after"
+            " load_checkpoint: see penstock docs CHECKPOINTS",
         ),
     }
 )

@@ -12,7 +12,6 @@ out of the checkpoint, as transformers' Trainer does for an adapter.
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import sys
@@ -102,7 +101,7 @@ def train(rank: int, settings: dict[str, Any], losses: Path) -> None:
         assert path is not None, "DeepSpeed loaded nothing"
     if settings.get("own_steps"):
         for state in engine.optimizer.optimizer.state.values():
-            state["step"] = copy.deepcopy(state["step"])
+            state["step"] = state["step"].clone()
     result = []
     first, last = settings["steps"]
     save_at = settings.get("save_at", last) if settings.get("save") else None

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.client.export import to_text
 from penstock.models.checkpoints import export
 from penstock.models.exchange.readers import open_checkpoint
 from tests.models.exchange.test_dcp_export import (
@@ -90,6 +91,14 @@ def test_every_group_of_deepspeed_has_a_partner(tmp_path: Path) -> None:
     folders = [path for path in out.glob("*/zero/*") if path.is_dir()]
     assert len(content["param_groups"]) == len(folders) > 2
     assert {group["weight_decay"] for group in content["param_groups"]} == {0.0}
+
+
+def test_the_report_names_the_page_with_the_lines_for_stage_3() -> None:
+    report = {"run": "a", "step": 3, "out": "b", "adapted": False}
+    report |= {"dry_run": False, "verified": False}
+    for form, count in (("universal", 1), ("dcp", 0)):
+        text = to_text({**report, "format": form, "notes": []})
+        assert text.count("see penstock docs CHECKPOINTS") == count
 
 
 def test_other_optimizers_and_damage_leave_nothing(
