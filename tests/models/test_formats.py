@@ -302,6 +302,7 @@ def test_odd_files_are_refused_in_one_sentence(tmp_path: Path, name: str) -> Non
     with pytest.raises(ConfigError) as caught:
         texts(path)
     assert str(caught.value) == f"{path}{words}"
+    assert path not in {link.resolve() for link in Path("/proc/self/fd").iterdir()}
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "file.arrow"])

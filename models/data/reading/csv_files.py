@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 from penstock.host.errors import ConfigError
@@ -28,18 +29,19 @@ def csv_rows(path: Path, encoding: str, read: CountBytes, only: str | None) -> I
             of fields than the header.
     """
     csv.field_size_limit(_MAX_CHARACTERS)  # 131,072 by default
-    rows = _rows(path, decoded(path, encoding, read))
-    where, header = next(rows, ("", []))
-    if header and only is not None:
-        check_columns(f"{path}, {where}", header)
-    else:
-        _check_header(f"{path}, {where}", header)
-    for where, row in rows:
-        if len(row) != len(header):
-            raise ConfigError(
-                f"{path}, {where}: has {len(row):,} fields, and the header has {len(header):,}"
-            )
-        yield Record(path=path, where=where, fields=dict(zip(header, row, strict=True)))
+    with closing(decoded(path, encoding, read)) as parts:
+        rows = _rows(path, parts)
+        where, header = next(rows, ("", []))
+        if header and only is not None:
+            check_columns(f"{path}, {where}", header)
+        else:
+            _check_header(f"{path}, {where}", header)
+        for where, row in rows:
+            if len(row) != len(header):
+                raise ConfigError(
+                    f"{path}, {where}: has {len(row):,} fields, and the header has {len(header):,}"
+                )
+            yield Record(path=path, where=where, fields=dict(zip(header, row, strict=True)))
 
 
 def _check_header(place: str, header: list[str]) -> None:

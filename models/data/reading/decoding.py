@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import codecs
 import itertools
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 from penstock.config.values import UTF8
@@ -28,7 +28,7 @@ _MARKLESS = {"utf-8-sig": UTF8, "utf-16": "utf-16-le", "utf-32": "utf-32-le"}
 """Codecs that write a mark -> codecs that write none and as many bytes a character."""
 
 
-def decoded(path: Path, encoding: str, read: CountBytes = ignore_bytes) -> Iterator[str]:
+def decoded(path: Path, encoding: str, read: CountBytes = ignore_bytes) -> Generator[str]:
     """Yields the text of a file in pieces, without a byte order mark at its start. Calls ``read``
     with numbers of bytes of the file. Offsets in errors are those of the decompressed content.
 

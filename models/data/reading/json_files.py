@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -54,18 +55,19 @@ def json_lines(
     Raises:
         ConfigError: a line is no JSON object.
     """
-    for number, line in enumerate(_lines(decoded(path, encoding, read)), start=1):
-        if not line or line.isspace():
-            continue
-        where = f"line {number}"
-        try:
-            # Files that were put together may have a mark at the start of each.
-            fields = _DECODER.decode(line.removeprefix(MARK))
-        except (ValueError, RecursionError) as error:
-            raise expected(f"{path}, {where}", EXAMPLE, _cause(error)) from error
-        if not isinstance(fields, dict):
-            raise expected(f"{path}, {where}", EXAMPLE)
-        yield Record(path=path, where=where, fields=fields)
+    with closing(decoded(path, encoding, read)) as parts:
+        for number, line in enumerate(_lines(parts), start=1):
+            if not line or line.isspace():
+                continue
+            where = f"line {number}"
+            try:
+                # Files that were put together may have a mark at the start of each.
+                fields = _DECODER.decode(line.removeprefix(MARK))
+            except (ValueError, RecursionError) as error:
+                raise expected(f"{path}, {where}", EXAMPLE, _cause(error)) from error
+            if not isinstance(fields, dict):
+                raise expected(f"{path}, {where}", EXAMPLE)
+            yield Record(path=path, where=where, fields=fields)
 
 
 def json_objects(
@@ -76,14 +78,15 @@ def json_objects(
     Raises:
         ConfigError: the file is no array of JSON objects, and no objects one after another.
     """
-    window = _Window(path, decoded(path, encoding, read))
-    if window.next_character() == "[":
-        window.skip()
-        yield from _of_array(window)
-        return
-    while window.next_character():
-        where = f"line {window.line}"
-        yield Record(path=path, where=where, fields=window.take_object(where))
+    with closing(decoded(path, encoding, read)) as parts:
+        window = _Window(path, parts)
+        if window.next_character() == "[":
+            window.skip()
+            yield from _of_array(window)
+            return
+        while window.next_character():
+            where = f"line {window.line}"
+            yield Record(path=path, where=where, fields=window.take_object(where))
 
 
 def _of_array(window: _Window) -> Iterator[Record]:

@@ -7,7 +7,8 @@ which training on plain text takes ``text``. Text is decoded strictly
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +35,7 @@ class Document:
 
 def records(
     source: Source, read: CountBytes = ignore_bytes, only: str | None = None
-) -> Iterator[Record]:
+) -> Generator[Record]:
     """Yields the records of all files of a source, in order. Calls ``read`` with the number of
     bytes of each part of a file. ``only`` is the only column that is read; None reads all.
 
@@ -58,8 +59,10 @@ def documents(source: Source, read: CountBytes = ignore_bytes) -> Iterator[Docum
     Raises:
         ConfigError: see :func:`records`; or a record without text, or with half of a character.
     """
-    for record in records(source, read, TEXT):
-        yield from document_of(record.place, [text_of(record)] if record.where else record.parts)
+    with closing(records(source, read, TEXT)) as listed:
+        for record in listed:
+            parts = [text_of(record)] if record.where else record.parts
+            yield from document_of(record.place, parts)
 
 
 def document_of(place: str, parts: Iterable[str]) -> Iterator[Document]:
@@ -97,10 +100,10 @@ def _chained(first: str, rest: Iterator[str]) -> Iterator[str]:
 
 def _text_record(path: Path, encoding: str, read: CountBytes, only: str | None) -> Iterator[Record]:
     del only
-    parts = decoded(path, encoding, read)
-    yield Record(path=path, parts=parts)
-    for _ in parts:  # the rest of a record that its user has left is checked, too
-        pass
+    with closing(decoded(path, encoding, read)) as parts:
+        yield Record(path=path, parts=parts)
+        for _ in parts:  # the rest of a record that its user has left is checked, too
+            pass
 
 
 _READERS: Mapping[str, Reader] = {
