@@ -83,8 +83,8 @@ TRANSFORMERS, TORCHTITAN = "transformers", "torchtitan"
 class ExportOptions:
     """Options of an export. ``dtype`` None: ``model.dtype``, and fp32 for an adapter or with the
     optimizer. ``whole`` adds the untrained parts of a multimodal model. ``verify`` reads the files
-    back. ``dry_run`` lists the tensors and writes nothing. ``names``: the trainer
-    with the names of ``dcp``.
+    back. ``dry_run`` lists the tensors and writes nothing. ``names``: the trainer with the names of
+    ``dcp``.
     """
 
     form: str = HF

@@ -385,6 +385,23 @@ def _export_model(options: argparse.Namespace) -> None:
         )
 
 
+def _export_training(options: argparse.Namespace) -> None:
+    """Writes a state with its optimizer, or lists its tensors; prints what differs there."""
+    form, state = TRAINING_FORMATS[options.format], _training_state(options)
+    if options.list:
+        torch_optimizer(state.optimizer.name)
+        _print_tensors(form.outline(state).items())
+    else:
+        export_training(options.format, state, options.out, verifies=options.verify)
+    for note in form.notes(state):
+        sys.stdout.write(json.dumps({"note": note}) + "\n")
+
+
+def _print_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    for name, tensor in tensors:
+        sys.stdout.write(json.dumps(_described(name, tensor)) + "\n")
+
+
 def _training_state(options: argparse.Namespace) -> TrainingState:
     # The weights are the master weights, which the optimizer keeps in fp32.
     return TrainingState.of(
@@ -398,12 +415,7 @@ def _training_state(options: argparse.Namespace) -> TrainingState:
 
 
 def _outlined(options: argparse.Namespace) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors of an export, block by block."""
-    if options.format in TRAINING_FORMATS:
-        state = _training_state(options)
-        torch_optimizer(state.optimizer.name)
-        yield from TRAINING_FORMATS[options.format].outline(state).items()
-        return
+    """Yields the tensors of an export of weights alone, block by block."""
     files = RunDirectory(options.run_dir)
     read_block = saved_blocks(options.state_dir, files.table)
     whole = options.format != PEFT
@@ -451,18 +463,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     def work() -> None:
-        if options.list:
-            for name, tensor in _outlined(options):
-                sys.stdout.write(json.dumps(_described(name, tensor)) + "\n")
-        elif options.format in TRAINING_FORMATS:
-            export_training(
-                options.format, _training_state(options), options.out, verifies=options.verify
-            )
+        if options.format in TRAINING_FORMATS:
+            _export_training(options)
+        elif options.list:
+            _print_tensors(_outlined(options))
         else:
             _export_model(options)
-        if options.format in TRAINING_FORMATS:
-            for note in TRAINING_FORMATS[options.format].notes(_training_state(options)):
-                sys.stdout.write(json.dumps({"note": note}) + "\n")
 
     return tool_main(work, options.out, options.parent_pid)
 

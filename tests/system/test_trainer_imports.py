@@ -15,6 +15,7 @@ import yaml
 from peft import LoraConfig, get_peft_model
 
 from penstock.models.exchange.readers import open_checkpoint
+from tests.models.exchange.memory import LARGE, LIMIT, LIMITED
 from tests.models.exchange.trainers import (
     BATCH,
     LENGTH,
@@ -33,11 +34,8 @@ pytestmark = [
 STEPS = 20
 """Steps there, and steps here."""
 
-LIMIT = 64 << 20
-LARGE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 16}
-
 IMPORT = f"""
-import resource, sys
+import sys
 from pathlib import Path
 import torch
 from penstock.models.exchange.importing import ImportOptions, import_checkpoint
@@ -45,14 +43,7 @@ from penstock.models.exchange.importing import ImportOptions, import_checkpoint
 torch.set_num_threads(1)
 run, source, report, into = map(Path, sys.argv[1:])
 import_checkpoint(run, source, report, ImportOptions())  # imports all that an import needs
-status = Path("/proc/self/status").read_text().split("VmData:")[1]
-limit = 1024 * int(status.split()[0]) + {LIMIT}
-resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-try:
-    torch.zeros({LIMIT} // 2)  # twice as many bytes
-    sys.exit("the limit holds nothing back")
-except RuntimeError:
-    pass
+{LIMITED}
 import_checkpoint(run, source, report, ImportOptions(), into=into, verifies=True)
 """
 

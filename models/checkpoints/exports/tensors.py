@@ -7,7 +7,7 @@ adapter is untied: the adapter changes the weight in one module alone.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -180,6 +180,22 @@ class ExportedTensors:
         return tensors
 
 
+def saved_tensors(path: Path, keys: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields keys of a file of a saved state with their tensors, over the mapped file.
+
+    Raises:
+        StateError: the file is damaged or missing, or lacks a key.
+    """
+    try:
+        file = MappedFile(path)
+    except (OSError, SafetensorError) as error:
+        raise StateError(f"{path}: {error}") from error
+    for key in keys:
+        if key not in file.entries:
+            raise StateError(f"{path}: has no tensor {key}")
+        yield key, file.tensor(key)
+
+
 def saved_blocks(state_dir: Path, table: BlockTable) -> ReadBlock:
     """Returns a reader of blocks of a saved state: master weights and frozen ones by name, widened
     to fp32, in the table's shapes. It raises StateError if a file is damaged or missing.
@@ -193,14 +209,8 @@ def saved_blocks(state_dir: Path, table: BlockTable) -> ReadBlock:
         trained = {spec.name: spec.name for spec in specs if spec.trainable}
         frozen = {f"frozen.{spec.name}": spec.name for spec in specs if not spec.trainable}
         for source, keys in ((path, trained), (base.get(block, path), frozen)):
-            try:
-                file = MappedFile(source)
-            except (OSError, SafetensorError) as error:
-                raise StateError(f"{source}: {error}") from error
-            for key, name in keys.items():
-                if key not in file.entries:
-                    raise StateError(f"{source}: has no tensor {key}")
-                arrays[name] = file.tensor(key).to(torch.float32).numpy()
+            for key, tensor in saved_tensors(source, keys):
+                arrays[keys[key]] = tensor.to(torch.float32).numpy()
         return arrays
 
     return read_block

@@ -11,14 +11,12 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from penstock.config.optimizers import Hyperparameter, OptimizerName
 from penstock.config.training import OptimizerConfig
 from penstock.host.errors import ConfigError, StateError
 from penstock.models.checkpoints.constants import read_constants
-from penstock.models.checkpoints.exports.tensors import ExportedTensors, saved_blocks
-from penstock.models.checkpoints.mapped import MappedFile
+from penstock.models.checkpoints.exports.tensors import ExportedTensors, saved_blocks, saved_tensors
 from penstock.models.surgery.hf import load_run_config
 from penstock.protocol.plan.groups import step_ranges
 from penstock.protocol.run.rundir import RunDirectory
@@ -161,13 +159,7 @@ class TrainingState:
         return self.state_dir / f"block-{parameter.block:04d}.safetensors"
 
     def _read(self, path: Path, key: str, spec: TensorSpec) -> torch.Tensor:
-        try:
-            file = MappedFile(path)
-        except (OSError, SafetensorError) as error:
-            raise StateError(f"{path}: {error}") from error
-        if key not in file.entries:
-            raise StateError(f"{path}: has no tensor {key}")
-        value = file.tensor(key)
+        ((_, value),) = saved_tensors(path, [key])
         if tuple(value.shape) != spec.shape:
             raise StateError(
                 f"{path}: {key} has shape {list(value.shape)}, the run has {list(spec.shape)}"

@@ -5,20 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from penstock.models.exchange.readers import open_checkpoint
 from penstock.protocol.run.rundir import RunDirectory
+from tests.models.exchange.memory import LARGE, LIMIT, LIMITED
 from tests.models.exchange.test_dcp_export import STEP, numbers, run_of, state_of
 
-LIMIT = 64 << 20
-TINY: dict[str, Any] = {}
-LARGE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 16}
-
 EXPORT = f"""
-import resource, sys
+import sys
 from pathlib import Path
 import torch
 from penstock.models.checkpoints import export
@@ -43,14 +39,7 @@ def work(form, run, state, out):
 torch.set_num_threads(1)
 form, tiny, large, out = sys.argv[1], *map(Path, sys.argv[2:])
 assert work(form, tiny, tiny / "saved", out / "tiny") == 0  # imports all that an export needs
-status = Path("/proc/self/status").read_text().split("VmData:")[1]
-limit = 1024 * int(status.split()[0]) + {LIMIT}
-resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-try:
-    torch.zeros({LIMIT} // 2)  # twice as many bytes
-    sys.exit("the limit holds nothing back")
-except RuntimeError:
-    pass
+{LIMITED}
 sys.exit(work(form, large, large / "saved", out / "large"))
 """
 
