@@ -5,7 +5,8 @@ scheduler's end is :mod:`penstock.daemons.scheduler.service`.
 
 Three threads at most: one connects and reads, one sends heartbeats and watches for silence, and
 gRPC's own writes what :meth:`MemberLink.send` queued. All have ended when
-:meth:`MemberLink.close` returns.
+:meth:`MemberLink.close` returns, except a reading thread for which gRPC does not end a stream
+within :data:`HANG_S` of its cut. The link leaves such a thread behind and reads on another.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 
@@ -28,8 +30,12 @@ from penstock.protocol.security.credentials import Connection, Credentials, memb
 FIRST_BACKOFF_S = 0.05
 LAST_BACKOFF_S = 0.5
 MAX_QUEUED = 65536
-_CUT_AGAIN_S = 0.05
 """Messages waiting to be written; more means that the scheduler stopped reading long ago."""
+_CUT_AGAIN_S = 0.05
+HANG_S = 10.0
+"""Time from the cut of a stream until its thread is left behind. gRPC usually ends a cancelled
+call in milliseconds. Once, a call of grpcio 1.85.3 did not end within half an hour.
+"""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", 64 * 2**20),
@@ -40,6 +46,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # The members and the clients retry, with a new Hello or the user's command.
+    ("grpc.enable_retries", 0),
 )
 
 _log = logging.getLogger(__name__)
@@ -104,15 +112,19 @@ class MemberLink:
         self._failure: Exception | None = None
         self._heard_s = world.monotonic()
         self._closing = world.event()
-        self._threads = [
-            world.thread(target=self._connect_and_read, name="member-link", daemon=True),
-            world.thread(target=self._beat, name="member-heartbeat", daemon=True),
-        ]
+        self._readers = 0  # reading threads so far; only the last one's messages count
+        self._reader = self._new_reader()
+        self._beater = world.thread(target=self._beat, name="member-heartbeat", daemon=True)
+
+    def _new_reader(self) -> threading.Thread:
+        self._readers += 1
+        target = partial(self._connect_and_read, self._readers)
+        return world.thread(target=target, name="member-link", daemon=True)
 
     def start(self) -> None:
         """Starts to connect; returns immediately."""
-        for thread in self._threads:
-            thread.start()
+        self._reader.start()
+        self._beater.start()
 
     @property
     def connected(self) -> bool:
@@ -167,30 +179,42 @@ class MemberLink:
             stream = self._stream
         if stream is not None:
             stream.finish()
-        started = [thread for thread in self._threads if thread.ident is not None]
-        deadline = world.monotonic() + timeout_s
-        for thread in started:
-            thread.join(timeout=max(0.0, deadline - world.monotonic()))
-        for thread in started:
-            self._cut_until_ended(thread)
+        if self._beater.ident is not None:
+            self._beater.join()  # it waits for nothing but the next heartbeat
+            self._reader.join(timeout=timeout_s)
+            self._cut_until_ended()
         self._inbox.put(None)
 
-    def _cut_until_ended(self, thread: threading.Thread) -> None:
-        """Cuts streams until the thread ends, including streams of a connection that was in
+    def _cut_until_ended(self) -> None:
+        """Cuts streams until the reading thread ends, including streams of a connection that was in
         progress.
         """
-        while thread.is_alive():
+        while self._reader.is_alive():
             with self._lock:
                 stream = self._stream
             if stream is not None:
                 stream.cut()
-            thread.join(timeout=_CUT_AGAIN_S)
+                if stream.hangs:
+                    _log.error(_HANGS, HANG_S)
+                    return
+            self._reader.join(timeout=_CUT_AGAIN_S)
 
-    def _connect_and_read(self) -> None:
+    def _leave_behind(self, stream: _SchedulerStream) -> None:
+        """Reads on a new thread, because gRPC does not end ``stream``."""
+        with self._lock:
+            if self._stream is not stream:
+                return  # it has just ended
+            self._stream = None
+            self._reader = self._new_reader()
+        _log.error(_HANGS, HANG_S)
+        stream.finish()  # ends the thread that writes
+        self._reader.start()
+
+    def _connect_and_read(self, reader: int) -> None:
         backoff_s = FIRST_BACKOFF_S
         try:
-            while not self._closing.is_set():
-                if self._run_stream():
+            while not self._closing.is_set() and reader == self._readers:
+                if self._run_stream(reader):
                     backoff_s = FIRST_BACKOFF_S
                 self._closing.wait(backoff_s)
                 backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
@@ -199,7 +223,7 @@ class MemberLink:
             self._failure = error
             self._inbox.put(None)
 
-    def _run_stream(self) -> bool:
+    def _run_stream(self, reader: int) -> bool:
         """Opens one stream and reads it to its end; returns whether the scheduler answered on
         it.
         """
@@ -218,13 +242,16 @@ class MemberLink:
             stream.finish()
         try:
             for message in stream.messages():
+                if reader != self._readers:
+                    break  # left behind
                 _follow_story(message)
                 if self._listener is not None:
                     self._listener(message)
                 self._inbox.put(message)
         finally:
             with self._lock:
-                self._stream = None
+                if self._stream is stream:
+                    self._stream = None
             stream.release()
         if stream.answered:
             self._trouble = ""
@@ -251,6 +278,9 @@ class MemberLink:
                 stream = self._stream
             if stream is None:
                 continue
+            if stream.hangs:
+                self._leave_behind(stream)
+                continue
             if now - previous > max(self._silence_timeout_s / 2, 2 * self._interval_s):
                 stream.heard()  # this process was stopped: what arrived meanwhile is still unread
             if now - stream.last_heard > self._silence_timeout_s:
@@ -271,6 +301,9 @@ class MemberLink:
             stream.put(pb.MemberMessage(heartbeat=_heartbeat(sequence, doing)))
 
 
+_HANGS = (
+    "gRPC has not ended a cancelled stream to the scheduler for %.0f s: its thread is left behind"
+)
 _ORDINARY = frozenset(("run_attempt", "evaluate"))
 
 
@@ -329,6 +362,7 @@ class _SchedulerStream:
         self.data_endpoint = hello.data_endpoint
         self.last_heard = world.monotonic()
         self.end_reason = "closed by the scheduler"
+        self._cut_s: float | None = None
         self._outgoing: queue.SimpleQueue[pb.MemberMessage | None] = world.queue()
         self._outgoing.put(pb.MemberMessage(hello=hello))
         self._writer: threading.Thread | None = None
@@ -363,7 +397,14 @@ class _SchedulerStream:
 
     def cut(self) -> None:
         """Ends the stream immediately, with messages unsent."""
+        if self._cut_s is None:
+            self._cut_s = world.monotonic()
         self._call.cancel()
+
+    @property
+    def hangs(self) -> bool:
+        """True if the stream was cut long ago; gRPC should have ended it."""
+        return self._cut_s is not None and world.monotonic() - self._cut_s > HANG_S
 
     def release(self) -> None:
         """Frees the channel and waits for gRPC's writing thread, which waits in

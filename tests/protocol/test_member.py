@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ from penstock.protocol.generated import scheduler_pb2_grpc as rpc
 from penstock.protocol.security import credentials
 from penstock.protocol.security.credentials import Credentials, Options
 from penstock.protocol.wire.control import ControlClient, is_stale
-from penstock.protocol.wire.member import Doing, MemberLink
+from penstock.protocol.wire.member import _HANGS, HANG_S, Doing, MemberLink, _log
 
 DEADLINE_S = 600.0
 
@@ -47,6 +49,56 @@ class ShowsNothing(Credentials):
 
 
 SHOWN = ShowsNothing(Path())
+
+
+class HangingCall:
+    """A stream that does not end when it is cancelled, until the test lets it."""
+
+    def __init__(self, call: credentials.Joined, let_end: threading.Event) -> None:
+        self.call = call
+        self.cuts = 0
+        self.let_end = let_end
+
+    def __iter__(self) -> Iterator[pb.SchedulerMessage]:
+        try:
+            yield from self.call
+        except grpc.RpcError:
+            self.let_end.wait(DEADLINE_S)
+        yield drain(99)  # too late for the link to take it
+
+    def cancel(self) -> object:
+        self.cuts += 1
+        return self.call.cancel()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangingConnection(credentials.Connection):
+    calls: list[HangingCall]
+    let_end: threading.Event
+
+    def join(self, requests: Iterator[pb.MemberMessage]) -> HangingCall:
+        call = credentials.Connection.join(self, requests)
+        self.calls.append(HangingCall(call, self.let_end))
+        return self.calls[-1]
+
+
+@contextmanager
+def first_hangs() -> Iterator[tuple[Credentials, list[HangingCall]]]:
+    """Credentials with which the first stream hangs until the end, and that stream's call."""
+    calls: list[HangingCall] = []
+    let_end = threading.Event()
+
+    class Access(ShowsNothing):
+        def connect(self, address: str, options: Options) -> credentials.Connection:
+            connection = super().connect(address, options)
+            if calls:
+                return connection
+            return HangingConnection(channel=connection.channel, calls=calls, let_end=let_end)
+
+    try:
+        yield Access(Path()), calls
+    finally:
+        let_end.set()
 
 
 class Connection:
@@ -183,6 +235,12 @@ class OwnClock(world.World):
 
         return super().thread(live, **options)
 
+    def run_until(self, condition: Callable[[], bool]) -> None:
+        """The clock runs, at twice the speed of time, until the condition is met."""
+        while not condition():
+            self.now_s += 0.1
+            time.sleep(0.05)
+
     @contextmanager
     def entered(self) -> Iterator[None]:
         """The calling thread lives by this clock."""
@@ -312,13 +370,52 @@ def test_a_silent_scheduler_is_left_and_joined_again(
         first.next("heartbeat")
     assert server.joined.empty()
     spoke_s = link.heard_s
-    while server.joined.empty():
-        clock.now_s += 0.1
-        time.sleep(0.05)
+    clock.run_until(lambda: not server.joined.empty())
     assert clock.now_s - spoke_s > 0.3
     second = server.joined.get(timeout=DEADLINE_S)
     first.ended()
     second.next("hello")
+
+
+def test_a_stream_that_does_not_end_is_left_behind(
+    server: ScriptedServer, make_link: Callable[..., MemberLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC may lose the end of a cancelled call. The member joins again all the same."""
+    clock, errors = OwnClock(), list[str]()
+    monkeypatch.setattr(_log, "error", lambda text, *values: errors.append(text))
+    with first_hangs() as (access, calls):
+        with clock.entered():
+            link = make_link(server.address, silence_timeout_s=0.3, access=access)
+        first = server.joined.get(timeout=DEADLINE_S)
+        first.next("hello")
+        clock.run_until(lambda: any(call.cuts > 0 for call in calls))
+        first.ended()
+        assert server.joined.empty()
+        clock.now_s += HANG_S + 0.1
+        second = server.joined.get(timeout=DEADLINE_S)
+        second.next("hello")
+        assert errors == [_HANGS]
+    second.answers.put(drain(2))
+    assert link.receive(DEADLINE_S) == drain(2)
+    link.close(timeout_s=0.2)
+    assert link.receive(0.0) is None
+
+
+def test_close_returns_though_a_stream_does_not_end(
+    server: ScriptedServer, make_link: Callable[..., MemberLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, errors = OwnClock(), list[str]()
+    monkeypatch.setattr(_log, "error", lambda text, *values: errors.append(text))
+    with first_hangs() as (access, calls), clock.entered():
+        link = make_link(server.address, access=access)
+        server.joined.get(timeout=DEADLINE_S).next("hello")
+        closing = world.thread(target=partial(link.close, timeout_s=0.0))
+        closing.start()
+        wait_for(lambda: any(call.cuts > 0 for call in calls))
+        clock.now_s += HANG_S + 0.1
+        closing.join(timeout=DEADLINE_S)
+        assert not closing.is_alive()
+    assert errors == [_HANGS]
 
 
 def test_listener_hears_a_message_before_it_is_queued(

@@ -108,7 +108,7 @@ def close_link(link: MemberLink, timeout_s: float = 2.0) -> None:
     _real_close(link, timeout_s)
     look()
     closed = True
-    left = [thread.name for thread in link._threads if thread.is_alive()]
+    left = [thread.name for thread in (link._reader, link._beater) if thread.is_alive()]
     if left:
         process.world.cluster.history.violation(f"{process.name} has closed its link but {left}")
 
