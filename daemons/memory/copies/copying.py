@@ -34,6 +34,9 @@ from penstock.shm.published import (
 )
 from penstock.shm.table import DType
 
+SYNC_BYTES = 2 << 20
+"""Bytes after which the disk begins its work, while further bytes are rounded and written."""
+
 
 def copy_weights(
     pinned: PinnedVersion,
@@ -131,11 +134,15 @@ def _write(
     """Writes the tensors of a block; returns their bytes."""
     for tensor in tensors:
         values, dtype = _source(memory, version, tensor)
-        file.seek(tensor.start)
+        begun = end = file.seek(tensor.start)
         for piece in pieces(tensor, values, dtype):
             if stopped():
                 raise CancelledError
             disk.write(file, piece)
+            end += len(piece)
+            if end - begun >= SYNC_BYTES:
+                disk.begin_sync(file, begun, end - begun)
+                begun = end
     return sum(tensor.num_bytes for tensor in tensors)
 
 
