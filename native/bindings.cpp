@@ -16,6 +16,7 @@
 
 #include "arguments.h"
 #include "atomics.h"
+#include "halves.h"
 #include "simulate.h"
 #include "steps.h"
 #include "sweeps.h"
@@ -163,11 +164,22 @@ std::string status_repr(const Status& status) {
 
 template <typename T>
 using Vector = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <typename T>
+using Out = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Times = nb::ndarray<nb::numpy, double, nb::ndim<1>>;
 
 template <typename T>
 Slice<T> slice(const Vector<T>& vector) {
   return {vector.data(), vector.shape(0)};
+}
+
+bool bound_round_halves(const Vector<std::uint16_t>& high, const Vector<std::uint16_t>& low,
+                        const Out<std::uint16_t>& out) {
+  if (low.shape(0) != high.shape(0) || out.shape(0) != high.shape(0)) {
+    throw std::invalid_argument("high, low and out must have equal lengths");
+  }
+  const nb::gil_scoped_release unlocked;
+  return round_halves(high.data(), low.data(), high.shape(0), out.data());
 }
 
 Times new_times(std::size_t count) {
@@ -313,6 +325,8 @@ void bind_sweeps(nb::module_& module) {
   module.def("gradient_status", &bound_gradient_status, "pool"_a, nb::kw_only(), "grads"_a);
   module.def("cast_weights", &bound_cast_weights, "pool"_a, nb::kw_only(), "master"_a, "weights"_a,
              "weights_dtype"_a);
+  module.def("round_halves", &bound_round_halves, nb::kw_only(), "high"_a.noconvert(),
+             "low"_a.noconvert(), "out"_a.noconvert());
 }
 
 void bind_undo(nb::module_& module) {

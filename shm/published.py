@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock._native import round_halves
 from penstock.host.errors import ConfigError, StateError
 from penstock.host.files import DAMAGED, parse_json
 from penstock.shm.memory import Array, Halves
@@ -224,18 +225,12 @@ def _parts(
 
 
 def bf16(values: Halves, start: int, end: int) -> Array:
-    """Returns elements ``[start, end)`` in bf16, rounded to nearest even: the upper halves
-    themselves, where those are rounded so.
-    """
+    """Returns elements ``[start, end)`` in bf16, rounded to nearest even."""
     high, low = values.high[start:end], values.low[start:end]
-    # The carry into the upper half can make a zero of a NaN. A NaN's upper half can be infinite.
-    if ((high << 1) - np.uint16(1)).max(initial=0) >= 0xFEFF:
-        return rounded(values.load(start, end), DType.FP32, DType.BF16)
-    ties = np.flatnonzero(low == 0x8000)  # always rounded up there
-    if ties.size:
-        high = high.copy()
-        high[ties] &= 0xFFFE
-    return high
+    out = np.empty_like(high)
+    if round_halves(high=high, low=low, out=out):
+        return out
+    return rounded(values.load(start, end), DType.FP32, DType.BF16)
 
 
 def rounded(values: Array, given: DType, wanted: DType) -> Array:

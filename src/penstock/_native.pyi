@@ -283,6 +283,15 @@ def repair(undo: _Bytes, *, master: _Master, arrays: Sequence[_Floats]) -> list[
     meanwhile.
     """
 
+def round_halves(
+    *, high: NDArray[np.uint16], low: NDArray[np.uint16], out: NDArray[np.uint16]
+) -> bool:
+    """Writes the float32 numbers of a split master into ``out`` in bf16, rounded to nearest even.
+
+    One-dimensional contiguous arrays of one length. False, with any content of ``out``, if a number
+    may be zero, infinite or NaN: the halves alone do not say which.
+    """
+
 def simulate_tasks(
     *,
     seconds: NDArray[np.float64],

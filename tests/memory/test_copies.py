@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from penstock.daemons.memory.copies import copying
 from penstock.daemons.memory.copies.copying import copy_weights
 from penstock.daemons.memory.disk import Disk
 from penstock.daemons.memory.pinning import PinnedVersion
@@ -227,6 +228,25 @@ def test_a_block_is_let_go_before_it_is_on_disk(filled: NodeMemory, lay: Lay) ->
     copy_weights(pinned, lay(filled), never, disk=Slow())
     watching.join()
     assert len(synced) == len(FILES), "once a file, when all of it is written"
+
+
+def test_the_disk_begins_with_ranges_that_are_written(
+    filled: NodeMemory, lay: Lay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each range ends where the file's writer stands, so it holds what the copy has written."""
+    monkeypatch.setattr(copying, "SYNC_BYTES", 1)
+    ranges = []
+
+    class Watched(Disk):
+        def begin_sync(self, file: Any, start: int, num_bytes: int) -> None:
+            ranges.append((start, num_bytes, file.tell()))
+            super().begin_sync(file, start, num_bytes)
+
+    folder = lay(filled)
+    copy_weights(PinnedVersion(filled, 7), folder, never, disk=Watched())
+    assert all(start + num_bytes == position for start, num_bytes, position in ranges)
+    written = sum(value.nbytes for value in numbers(filled, 7).values())
+    assert sum(num_bytes for _, num_bytes, _ in ranges) == written
 
 
 def test_refusals_leave_no_pin(filled: NodeMemory, lay: Lay, tmp_path: Path) -> None:

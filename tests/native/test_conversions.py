@@ -76,3 +76,18 @@ def test_float32_weights_are_a_copy(path: str, kit: Any, cores: list[int]) -> No
     values = kit.block(4096 + 48, 5).master
     found = cast(kit, cores, path, values, _native.WeightsDtype.FLOAT32)
     assert found.tobytes() == values.tobytes()
+
+
+def test_halves_of_one_length_are_rounded() -> None:
+    high = np.array([0x3F80, 0x3F81, 0x3F81, 0xBF81], np.uint16)
+    low = np.array([0, 0x8000, 0x8001, 0x8000], np.uint16)
+    out = np.zeros(4, np.uint16)
+    assert _native.round_halves(high=high, low=low, out=out)
+    assert out.tolist() == [0x3F80, 0x3F80, 0x3F81, 0xBF80]
+    for doubtful in (0, 0x8000, 0x7F80, 0xFF80, 0x7FC0):
+        high[2] = doubtful
+        assert not _native.round_halves(high=high, low=low, out=out)
+    with pytest.raises(ValueError, match="equal lengths"):
+        _native.round_halves(high=high, low=low[1:], out=out)
+    with pytest.raises(TypeError):
+        _native.round_halves(high=high.view(np.int16), low=low, out=out)
