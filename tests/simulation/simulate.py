@@ -103,8 +103,9 @@ class Laboratory:
         return {} if result is None else result.vouched
 
     def close(self) -> None:
-        """Remove the folder."""
+        """Remove the folder; the process logs again."""
         self._folder.cleanup()
+        logging.disable(logging.NOTSET)
 
 
 @cache
