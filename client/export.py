@@ -7,8 +7,10 @@ in another process, which imports torch and transformers.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -16,12 +18,13 @@ from typing import Any
 
 from penstock.client.states import mend_base
 from penstock.client.views.run_view import StateFolder, saved_states
+from penstock.client.weights.folder import unfinished
 from penstock.daemons.memory.snapshot import read_manifest
 from penstock.daemons.memory.tensorfile import sha256_of
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.daemons.scheduler.machine.activities.learning_rates import learning_rate
 from penstock.host.errors import ConfigError, StateError
-from penstock.host.files import parse_json
+from penstock.host.files import parse_json, sync_directory, writing
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.table import DType
 
@@ -136,12 +139,13 @@ def export(
     """Writes a saved state to ``output``, a new or empty directory; returns the report.
 
     Raises:
-        ConfigError: no state is saved, the run is emulated and has no model, or the directory is
-            not empty. Or the run has no adapter to write.
+        ConfigError: no state is saved, the run is emulated and has no model, or ``output`` cannot
+            be used. Or the run has no adapter to write.
         StateError: the saved state is damaged, or a verified tensor differs.
     """
     options = ExportOptions() if options is None else options
     options.check()
+    check_output(run_dir, output)
     state = verified_state(run_dir, step)
     config = RunDirectory(run_dir).config
     check_form(run_dir, options.form, adapted=config.adapter is not None)
@@ -150,8 +154,7 @@ def export(
     rate = learning_rate(config.optimizer, config.train.steps, state.version + 1)
     form = TORCHTITAN if options.names == TORCHTITAN else options.form
     samples_seen = read_manifest(state.path).scheduler["data_position"]
-    arguments = [str(run_dir), str(state.path), str(output), "--format", form]
-    arguments += ["--step", str(state.version), "--rate", repr(rate)]
+    arguments = ["--format", form, "--step", str(state.version), "--rate", repr(rate)]
     arguments += ["--samples", str(samples_seen)]
     arguments += [flag for flag, is_set in flags.items() if is_set]
     arguments += [] if options.dtype is None else ["--dtype", options.dtype]
@@ -162,13 +165,59 @@ def export(
     }
     lines: list[str] = []
     log = run_dir / "logs" / "export.txt"
-    run_tool("penstock.models.checkpoints.export", *arguments, log=log, progress=lines.append)
+    with ExitStack() as stack:
+        # A dry run only names the folder.
+        folder = output if options.dry_run else stack.enter_context(appearing(output))
+        words = (str(run_dir), str(state.path), str(folder), *arguments)
+        run_tool("penstock.models.checkpoints.export", *words, log=log, progress=lines.append)
     printed = [parse_json(line) for line in lines if line[:1] == "{"]
     report["notes"] = [each["note"] for each in printed if "note" in each]
     if options.dry_run:
         return report | {"tensors": [each for each in printed if "note" not in each]}
     sizes = (path.stat().st_size for path in output.rglob("*") if path.is_file())
     return report | {"bytes": sum(sizes)}
+
+
+def check_output(run_dir: Path, output: Path) -> None:
+    """Refuses a place for the files of an export.
+
+    Raises:
+        ConfigError: ``output`` is a file, has files, is the current directory, or lies among the
+            run's saved states.
+    """
+    refuse_states(run_dir, output)
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"{output}: is a file; give a new directory")
+    if os.path.realpath(output) == os.getcwd():
+        raise ConfigError(f"{output}: is the current directory; give a new directory")
+    if output.exists() and any(output.iterdir()):
+        raise ConfigError(f"{output} exists and is not empty; give another directory")
+
+
+def refuse_states(run_dir: Path, output: Path) -> None:
+    """Refuses a place among a run's saved states, where a folder counts as one of the states.
+
+    Raises:
+        ConfigError: names both folders.
+    """
+    states = os.path.realpath(RunDirectory(run_dir).state_dir)
+    if os.path.commonpath([states, os.path.realpath(output)]) == states:
+        raise ConfigError(
+            f"{output}: lies in {states}, which has the run's saved states; give another directory"
+        )
+
+
+@contextmanager
+def appearing(output: Path) -> Iterator[Path]:
+    """Yields an empty folder for the files, which becomes ``output`` at the end. An error, or a
+    killed process that fills the folder, leaves nothing. A link leads to the place of the files.
+    """
+    place = Path(os.path.realpath(output))
+    with unfinished(place) as folder:
+        yield folder
+        with writing(place, 0):
+            folder.rename(place)
+            sync_directory(place.parent)
 
 
 def check_form(run_dir: Path, form: str, *, adapted: bool) -> None:

@@ -91,7 +91,7 @@ FLOORS = {
         dashboards.frame
         dashboards.tables""",
     "client": """convert
-        cli launch importing views.run_view
+        cli launch importing views.run_view weights.folder
         planning views.display placement capacity states
         views
         views.trace views.screen

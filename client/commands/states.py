@@ -140,7 +140,7 @@ def export(
     """Writes a saved state as a Hugging Face model directory, its adapter alone, or weights and
     optimizer for another trainer.
     """
-    with errors_explained():
+    with errors_explained(), interrupted_by_stop_signals():
         from penstock.client import export as exports
 
         options = exports.ExportOptions(

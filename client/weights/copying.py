@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.client.export import HF, PEFT, ExportOptions, check_form
+from penstock.client.export import HF, PEFT, ExportOptions, check_form, refuse_states
 from penstock.client.weights.folder import (
     Note,
     complete,
@@ -86,6 +86,7 @@ def copy_latest(run_dir: Path, to: Path, options: ExportOptions) -> WeightsCopy:
     if options.form not in (HF, PEFT):
         raise ConfigError(f"--format {options.form}: accepted are {HF} and {PEFT}")
     options.check()
+    refuse_states(run_dir, to)
     run = _run(run_dir)
     check_form(run_dir, options.form, adapted=run.config.adapter is not None)
     if run.config.cluster.platform.builtin_model:

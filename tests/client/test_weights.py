@@ -1,9 +1,10 @@
-"""The folder of a copy of weights: what is replaced, what is refused, and what is left."""
+"""Folders of copies of weights and of exports: replaced ones, refused ones, and remains."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from penstock.client.export import appearing, check_output
 from penstock.client.main import app
 from penstock.client.weights.copying import WeightsCopy
 from penstock.client.weights.folder import (
@@ -125,6 +127,62 @@ def test_an_error_leaves_the_older_copy(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
 
 
+def test_a_killed_export_leaves_nothing(tmp_path: Path) -> None:
+    """The tool is killed in the midst of its own temporary folder."""
+    target = tmp_path / "new" / "out"
+    with pytest.raises(KeyboardInterrupt), appearing(target) as folder:
+        (folder.parent / ".files.7.tmp").mkdir()
+        (folder.parent / ".files.7.tmp" / "half").write_text("half")
+        raise KeyboardInterrupt
+    assert listing(tmp_path) == {}
+
+
+def test_a_stop_signal_ends_an_export_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        monkeypatch.setattr(
+            "penstock.client.export.export", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+        )
+        result = CliRunner().invoke(app, ["export", str(tmp_path), str(tmp_path / "out")])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "penstock: interrupted" in result.output and result.exit_code
+
+
+def test_an_export_follows_links_and_takes_an_empty_folder(tmp_path: Path) -> None:
+    run, place = tmp_path / "run", tmp_path / "place"
+    for link in ("dangling", "to an empty folder"):
+        (tmp_path / link).symlink_to(place)
+        check_output(run, tmp_path / link)
+        with appearing(tmp_path / link) as folder:
+            (folder / "a").write_text(link)
+        assert (place / "a").read_text() == link and (tmp_path / link).is_symlink()
+        (place / "a").unlink()
+
+
+def test_places_that_an_export_must_not_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, file = tmp_path / "run", tmp_path / "file"
+    (run / "state" / "step-00000003").mkdir(parents=True)
+    file.write_text("mine")
+    for place, words in (
+        (file, "is a file; give a new directory"),
+        (run, "exists and is not empty"),
+        (run / "state" / "step-00000009", "which has the run's saved states"),
+        (run / "state" / "step-00000003" / "out", "which has the run's saved states"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            check_output(run, place)
+    check_output(run, run / "export")
+    (run / "export").mkdir()
+    monkeypatch.chdir(run / "export")  # a shell would stay in the folder that is replaced
+    with pytest.raises(ConfigError, match="is the current directory"):
+        check_output(run, Path())
+
+
 def test_a_file_system_that_cannot_exchange(tmp_path: Path, monkeypatch: Any) -> None:
     target = tmp_path / "copy"
     copy(target, 3, config="three")
@@ -168,6 +226,14 @@ def test_refusals(words: list[str], message: str, tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_copy_among_saved_states_is_refused(tmp_path: Path) -> None:
+    place = tmp_path / "state" / "step-00000009"
+    words = ["weights", str(tmp_path), "--latest", "--to", str(place)]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert "which has the run's saved states" in " ".join(result.stderr.split())
 
 
 def test_the_lines_for_the_user() -> None:
