@@ -77,7 +77,7 @@ def import_(
         except imports.RefusedImportError as error:
             typer.echo(json.dumps(error.report, indent=1) if as_json else "", nl=as_json)
             raise
-        text = imports.to_text(report, run_dir, config, dry=dry_run)
+        text = imports.to_text(report, run_dir, config, settings or (), dry=dry_run)
         typer.echo(json.dumps(report, indent=1) if as_json else text)
 
 

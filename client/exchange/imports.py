@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -267,8 +268,19 @@ def _remove_content(run_dir: Path) -> None:
             path.unlink()
 
 
-def to_text(report: Mapping[str, Any], run_dir: Path, config: Path, *, dry: bool) -> str:
-    """Returns the result in lines."""
+def to_text(
+    report: Mapping[str, Any],
+    run_dir: Path,
+    config: Path,
+    settings: Sequence[str] = (),
+    *,
+    dry: bool,
+) -> str:
+    """Returns the result in lines. ``settings``: overrides of the configuration, which the next
+    command needs, too.
+    """
+    overrides = (word for setting in settings for word in ("--set", setting))
+    command = shlex.join(["penstock", "train", str(config), "--run-dir", str(run_dir), *overrides])
     tensors = report["tensors"]
     size = sum(each["from"]["bytes"] for each in tensors if each["from"] is not None)
     lines = [
@@ -284,6 +296,6 @@ def to_text(report: Mapping[str, Any], run_dir: Path, config: Path, *, dry: bool
         [
             *lines,
             f"{run_dir} is a run at step {report['step']:,}; {run_dir / REPORT} names each tensor",
-            f"next: penstock train {config} --run-dir {run_dir}",
+            f"next: {command}",
         ]
     )

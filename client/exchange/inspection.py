@@ -40,7 +40,8 @@ def to_text(fields: Mapping[str, Any]) -> str:
     for group in fields["groups"]:
         values = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
         words = ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
-        lines.append(f"group     {len(group['names']):,} tensors: {words}")
+        size = f"{len(group['names']):,}" if group["names"] else "unnamed"
+        lines.append(f"group     {size} tensors: {words}")
     lines += [f"note      {note}" for note in fields["notes"]]
     lines += [f"problem   {problem}" for problem in fields["problems"]]
     lines.append("")

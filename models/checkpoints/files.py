@@ -121,12 +121,16 @@ def _named_files(directory: Path, named: Any) -> tuple[str, ...]:
     key = f"transformers_weights of {directory / 'config.json'} = {named!r}"
     if not isinstance(named, str) or not named.endswith((_SUFFIX, _INDEX_SUFFIX)):
         raise ConfigError(f"{key}: give the name of a {_SUFFIX} or {_INDEX_SUFFIX} file")
-    inside = os.path.abspath(directory / named).startswith(f"{os.path.abspath(directory)}{os.sep}")
-    if not inside:
+    if not _lies_in(directory, named):
         raise ConfigError(f"{key}: leads out of the folder; name a file in it")
     if not is_file(directory / named):
         raise ConfigError(f"{key}: there is no such file")
     return _shards(directory, named) if named.endswith(_INDEX_SUFFIX) else (named,)
+
+
+def _lies_in(directory: Path, name: str) -> bool:
+    """Returns whether the path ``name`` leads to a place in a folder; links are not followed."""
+    return os.path.abspath(directory / name).startswith(f"{os.path.abspath(directory)}{os.sep}")
 
 
 def _shards(directory: Path, index_name: str) -> tuple[str, ...]:
@@ -142,6 +146,8 @@ def _shards(directory: Path, index_name: str) -> tuple[str, ...]:
     for name in names:
         if not name.endswith(_SUFFIX):
             raise StateError(f"{index} names {name}, which is no {_SUFFIX} file")
+        if not _lies_in(directory, name):
+            raise StateError(f"{index} names {name}, which lies outside of the folder")
         if not is_file(directory / name):
             raise StateError(f"{index} names {name}, which is missing")
     return tuple(names)

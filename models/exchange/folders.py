@@ -6,9 +6,10 @@ run directory or a saved state of Penstock is of kind ``penstock``.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,7 +43,7 @@ from penstock.models.surgery.hf import folder_composite, read_hf_config
 from penstock.models.surgery.skeleton import Skeleton, build_skeleton
 from penstock.protocol.run.checksums import check_object
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.protocol.run.saved_base import base_folder, base_paths
+from penstock.protocol.run.saved_base import BASE, base_folder, base_paths
 
 _MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-\d{8,}")
@@ -119,6 +120,36 @@ class AdapterFolder:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Manifest:
+    """Contents of a manifest that an import uses. ``files`` and ``base``: SHA-256 by name."""
+
+    step: int
+    samples_seen: int
+    files: Mapping[str, str]
+    base: Mapping[str, str]
+
+
+class _SavedFiles(Checkpoint):
+    """Files of a saved state. The first tensor of a file compares the file with the manifest."""
+
+    def __init__(self, directory: Path, checksums: Mapping[str, str]) -> None:
+        self._unverified = dict(checksums)
+        super().__init__(directory, list(checksums))
+
+    def _raw(self, name: str, file_name: str) -> torch.Tensor:
+        if file_name in self._unverified:
+            path = self._directory / file_name
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if digest != self._unverified.pop(file_name):
+                raise StateError(
+                    f"{path}: is damaged: its checksum differs from the manifest; give another"
+                    " saved state of the run"
+                )
+        return super()._raw(name, file_name)
+
+
 class SavedState:
     """Reads a saved state of Penstock, or the newest one of a run directory."""
 
@@ -136,11 +167,12 @@ class SavedState:
             StateError: a file is missing or damaged.
         """
         state = _newest(path) if is_file(path / "run.json") else path
-        step, samples_seen, files = _read_manifest(state / _MANIFEST)
-        parts = [(Checkpoint(state, files), "")]
-        if bases := [each.name for each in base_paths(state).values()]:
+        manifest = _read_manifest(state / _MANIFEST)
+        parts = [(_SavedFiles(state, manifest.files), "")]
+        if bases := {each.name for each in base_paths(state).values()}:
             folder = base_folder(state)
-            parts.append((Checkpoint(folder, bases), f"../{folder.name}/"))
+            checksums = {name: manifest.base[name] for name in sorted(bases)}
+            parts.append((_SavedFiles(folder, checksums), f"../{folder.name}/"))
         return ForeignState(
             kind="penstock",
             path=state,
@@ -149,8 +181,8 @@ class SavedState:
                 for checkpoint, at in parts
                 for key in checkpoint.headers
             ),
-            step=step,
-            samples_seen=samples_seen,
+            step=manifest.step,
+            samples_seen=manifest.samples_seen,
             groups=_groups(state),
         )
 
@@ -348,13 +380,20 @@ def _newest(run: Path) -> Path:
     return max(states, key=lambda each: int(each.name.removeprefix("step-")))
 
 
-def _read_manifest(path: Path) -> tuple[int, int, list[str]]:
-    """Returns the step, the samples seen, and the files' names."""
+def _read_manifest(path: Path) -> _Manifest:
     try:
         fields: dict[str, Any] = parse_json(path.read_bytes())
         check_object(fields, str(path))
-        files = [str(name) for name in fields["files"]]
-        return int(fields["version"]), int(fields["scheduler"]["data_position"]), files
+        files, base = (
+            {str(name): str(entry["sha256"]) for name, entry in listed.items()}
+            for listed in (fields["files"], fields.get(BASE, {}))
+        )
+        return _Manifest(
+            step=int(fields["version"]),
+            samples_seen=int(fields["scheduler"]["data_position"]),
+            files=files,
+            base=base,
+        )
     except (OSError, *DAMAGED) as error:
         raise StateError(f"{path}: the manifest is damaged: {error!r}") from error
 

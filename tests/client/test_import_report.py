@@ -125,3 +125,15 @@ def test_the_log_of_an_unforeseen_error_stays(monkeypatch: Any, tmp_path: Path) 
     (left,) = tmp_path.iterdir()
     assert f"(see {left})" in str(caught.value)
     assert "No module named" in left.read_text()
+
+
+def test_the_next_command_has_the_overrides_and_quotes_names() -> None:
+    fields = {**report(), "source": "a", "kind": "dcp", "samples_seen": 80}
+    lines = imports.to_text(
+        {**fields, "tensors": [], "unused": []},
+        Path("runs/my run"),
+        Path("a.yaml"),
+        ["train.steps=40"],
+        dry=False,
+    ).splitlines()
+    assert lines[-1] == ("next: penstock train a.yaml --run-dir 'runs/my run' --set train.steps=40")

@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
-
 from penstock.client.exchange.imports import REPORT
 from penstock.daemons.node.preparing.prepare import IMPORTING
 from tests.system import conftest as H
@@ -78,13 +76,10 @@ def test_a_killed_import_is_no_run_and_can_be_repeated(runner: Any) -> None:
 def test_a_failure_while_writing_leaves_no_run_and_can_be_repeated(runner: Any) -> None:
     first = runner.train(runner.configure("first", SAVING))
     path = first / "state" / "step-00000008" / "block-0001.safetensors"
-    content, tensors = path.read_bytes(), load_file(path)
-    name = next(name for name in tensors if name.startswith("exp_avg."))
-    tensors[name][-1] = float("nan")
-    save_file(tensors, path)
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     code, output, run_dir = imported(runner, "again", first)
-    assert code == 2 and "has numbers that are not finite" in output, output
-    assert name.removeprefix("exp_avg.") in output
+    assert code == 2 and f"{path.name}: is damaged: its checksum differs" in output, output
     assert [each for each in run_dir.iterdir() if not each.name.startswith(".lock")] == []
     path.write_bytes(content)
     code, output, _ = imported(runner, "again", first)

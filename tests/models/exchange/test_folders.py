@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from penstock.host.errors import ConfigError, StateError
@@ -141,6 +142,18 @@ def test_a_missing_shard_and_a_truncated_file_are_named(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+def test_an_index_that_leads_out_of_the_folder_is_refused(tmp_path: Path) -> None:
+    folder, other = tmp_path / "model", tmp_path / "other.safetensors"
+    saved_model(folder)
+    (folder / "model.safetensors").rename(other)
+    save_file({"unused": torch.ones(1)}, folder / "unused.safetensors")
+    for name in ("../other.safetensors", str(other)):
+        index = {"weight_map": {"model.norm.weight": name}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(StateError, match="lies outside of the folder"):
+            open_checkpoint(folder)
+
+
 def test_an_adapter_has_the_names_of_a_run(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
@@ -179,13 +192,14 @@ def saved_state(run: Path, step: int) -> dict[str, torch.Tensor]:
     tensors = {key: torch.full((2, 3), float(step + i)) for i, key in enumerate(keys)}
     frozen = {"frozen.a.b": torch.ones(4, dtype=torch.bfloat16)}
     save_file(tensors, folder / "block-0000.safetensors")
-    name = f"block-0000-{'0' * 16}.safetensors"
+    digests = [hashlib.sha256(save(each)).hexdigest() for each in (tensors, frozen)]
+    name = f"block-0000-{digests[1][:16]}.safetensors"
     save_file(frozen, base / name)
     fields = {
         "format": 2,
         "version": step,
-        "files": {"block-0000.safetensors": {}},
-        "base": {name: {"sha256": "0" * 64}},
+        "files": {"block-0000.safetensors": {"sha256": digests[0]}},
+        "base": {name: {"sha256": digests[1]}},
         "scheduler": {"data_position": 8 * step},
     }
     (folder / "manifest.json").write_text(json.dumps(with_checksum(fields)))
@@ -211,6 +225,18 @@ def test_a_run_has_the_tensors_of_its_newest_state(tmp_path: Path) -> None:
     assert not tensors
     assert all((state.path / tensor.file).is_file() for tensor in state.tensors)
     assert open_checkpoint(tmp_path / "state" / "step-00000009").step == 9
+
+
+@pytest.mark.parametrize("folder", ["base", "step-00000003"])
+def test_a_changed_byte_of_a_saved_state_is_refused(folder: str, tmp_path: Path) -> None:
+    saved_state(tmp_path, 3)
+    (path,) = (tmp_path / "state" / folder).glob("*.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    state = open_checkpoint(tmp_path / "state" / "step-00000003")
+    with pytest.raises(StateError, match=f"{path.name}: is damaged: its checksum differs"):
+        [tensor.load() for tensor in state.tensors]
 
 
 def test_an_edited_manifest_is_refused(tmp_path: Path) -> None:
