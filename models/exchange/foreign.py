@@ -6,6 +6,7 @@ executes nothing of the checkpoint: pickles go through :mod:`~penstock.models.ex
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,6 +76,33 @@ class ForeignGroup:
             "weight_decay": self.weight_decay,
         }
         return {"names": list(self.names), **known, "others": dict(self.others)}
+
+
+def finite(value: Any) -> float | None:
+    """Returns a finite number as a float; None for another value."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) <= sys.float_info.max else None
+
+
+def group_of(settings: Mapping[Any, Any], names: tuple[str, ...]) -> ForeignGroup:
+    """Returns the group of some parameters. A setting that is no finite number is unknown."""
+    betas = settings.get("betas")
+    pair = tuple(map(finite, betas)) if isinstance(betas, list | tuple) else ()
+    first, second = pair if len(pair) == 2 else (None, None)
+    known = ("lr", "betas", "eps", "weight_decay", "params", "param_names")
+    return ForeignGroup(
+        names=names,
+        lr=finite(settings.get("lr")),
+        betas=None if first is None or second is None else (first, second),
+        eps=finite(settings.get("eps")),
+        weight_decay=finite(settings.get("weight_decay")),
+        others={
+            str(key): value
+            for key, value in settings.items()
+            if key not in known
+            and (isinstance(value, bool | str | None) or finite(value) is not None)
+        },
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -147,19 +147,20 @@ def _pieces_of_file(assignments: Sequence[Assignment], weight_dtype: DType) -> I
             for each, dtype in zip(assignments, types, strict=True)
         )
     )
-    for each, dtype in zip(assignments, types, strict=True):
-        for values in _converted(each, TORCH_DTYPES[dtype]):
+    for each in assignments:
+        for values in _converted(each, weight_dtype):
             yield values.view(torch.uint8).numpy().data
 
 
-def _converted(each: Assignment, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+def _converted(each: Assignment, weight_dtype: DType) -> Iterator[torch.Tensor]:
     """Yields the numbers of a tensor in the type of the run, in pieces.
 
     Raises:
-        ConfigError: a number is not finite, or not in ``dtype``.
+        ConfigError: a number is not finite, or the run's weights cannot hold it.
         StateError: the file of the checkpoint is damaged.
     """
     source, count = each.source, each.spec.num_elements
+    dtype = TORCH_DTYPES[_type_of(each, weight_dtype)]
     if source is None:
         for start in range(0, count, PIECE_ELEMENTS):
             yield torch.zeros(min(PIECE_ELEMENTS, count - start), dtype=dtype)
@@ -170,6 +171,11 @@ def _converted(each: Assignment, dtype: torch.dtype) -> Iterator[torch.Tensor]:
             f"{source.file}: {source.role} of {source.name} has {values.numel()} numbers, its"
             f" header has {source.num_elements}"
         )
+    is_weight = each.array in (MASTER, FROZEN)
+    computed = weight_dtype if is_weight else DType.FP32
+    remedy = "" if is_weight else ", or give --weights-only"
+    if computed is not DType.FP32:
+        remedy = ", or set model.dtype to a wider type"
     flat = values.detach().reshape(-1)
     for start in range(0, count, PIECE_ELEMENTS):
         piece = flat[start : start + PIECE_ELEMENTS].to(dtype).contiguous()
@@ -180,11 +186,10 @@ def _converted(each: Assignment, dtype: torch.dtype) -> Iterator[torch.Tensor]:
                 f"{source.file}: {source.role} of {source.name} has negative numbers, of which the"
                 " optimizer takes roots; import an earlier checkpoint, or give --weights-only"
             )
-        if not ends.isfinite().all():
+        if not ends.to(TORCH_DTYPES[computed]).isfinite().all():
             raise ConfigError(
                 f"{source.file}: {source.role} of {source.name} has numbers that are not finite, or"
-                f" that {str(dtype).removeprefix('torch.')} cannot hold; import an earlier"
-                " checkpoint, or set model.dtype to a wider type"
+                f" that {computed.value} cannot hold; import an earlier checkpoint{remedy}"
             )
         yield piece
 
@@ -198,7 +203,7 @@ def _verify(path: Path, assignments: Sequence[Assignment], weight_dtype: DType) 
     file = MappedFile(path)
     for each in assignments:
         written = file.tensor(each.key).reshape(-1)
-        pieces = _converted(each, TORCH_DTYPES[_type_of(each, weight_dtype)])
+        pieces = _converted(each, weight_dtype)
         for number, piece in enumerate(pieces):
             start = number * PIECE_ELEMENTS
             if not torch.equal(written[start : start + PIECE_ELEMENTS], piece):

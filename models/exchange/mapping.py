@@ -30,8 +30,10 @@ from penstock.shm.table import BlockTable, TensorSpec
 FROZEN = "frozen"
 """Array of tensors that the run does not train. Other arrays are ``master`` and those of the
 optimizer's state."""
-_MOST = 1 << 53
-"""Most steps or samples: JSON readers round larger numbers."""
+_FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
+"""Types of numbers that need no scale: eight bits do."""
+_MOST = (1 << 53) - 1
+"""Most steps or samples of a saved state: JSON readers round larger numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +121,7 @@ def plan_import(
     findings = _Findings(problems=list(state.problems), notes=list(state.notes))
     if not options.weights_only:
         findings.problems += state.state_problems
-    by_key: dict[tuple[str, str], ForeignTensor] = {}
-    for tensor in state.tensors:
-        by_key.setdefault((tensor.name, tensor.role), tensor)
+    by_key = _by_key(state, options, findings)
     names_of = _names_of(table, skeleton)
     only_weights = options.weights_only or bool(state.state_problems)  # arrays may have no names
     assignments = [
@@ -162,6 +162,23 @@ def plan_import(
         problems=tuple(findings.problems),
         notes=tuple(findings.notes),
     )
+
+
+def _by_key(
+    state: ForeignState, options: ImportOptions, findings: _Findings
+) -> dict[tuple[str, str], ForeignTensor]:
+    """Returns the tensors by name and role. Refuses a needed one that the checkpoint has twice."""
+    by_key: dict[tuple[str, str], ForeignTensor] = {}
+    for tensor in state.tensors:
+        first = by_key.setdefault((tensor.name, tensor.role), tensor)
+        is_needed = tensor.role in (MASTER, WEIGHT) or not options.weights_only
+        if first is not tensor and is_needed:
+            files = " and in ".join(dict.fromkeys((first.file, tensor.file)))
+            findings.problems.append(
+                f"{state.path}: has {tensor.role} of {tensor.name} twice, in {files}; remove one of"
+                " the two"
+            )
+    return by_key
 
 
 def _names_of(table: BlockTable, skeleton: Skeleton) -> dict[str, list[str]]:
@@ -232,7 +249,7 @@ def _check_shapes(assignments: Sequence[Assignment], findings: _Findings) -> Non
         source = each.source
         if source is None:
             continue
-        if "float" not in source.dtype:
+        if source.dtype not in _FLOATS:
             integers.setdefault((source.file, source.role, source.dtype), []).append(source.name)
         if source.shape is None:
             fits = source.num_elements == each.spec.num_elements
@@ -299,8 +316,8 @@ def _say_unused(
             others.add(tensor.role)
     if foreign:
         findings.problems.append(
-            f"the configuration's model has no place for {listed(foreign)} of the checkpoint;"
-            " give the configuration of the model that was trained"
+            f"the configuration's model has no place for {listed([*dict.fromkeys(foreign)])} of"
+            " the checkpoint; give the configuration of the model that was trained"
         )
     if others and not findings.problems:
         findings.problems.append(
@@ -310,8 +327,8 @@ def _say_unused(
         )
     if moments:
         findings.notes.append(
-            f"the optimizer's state of {listed(moments)} is left out: the configuration does not"
-            " train them"
+            f"the optimizer's state of {listed([*dict.fromkeys(moments)])} is left out: the"
+            " configuration does not train them"
         )
 
 
@@ -336,7 +353,8 @@ def _position(
             f" {', '.join(str(count) for count in sorted(counts))}; Penstock counts the steps of"
             " all tensors together; give --weights-only"
         )
-    elif counts:
+        return 0, 0
+    if counts:
         step = counts.pop()
     samples_seen = state.samples_seen if options.samples_seen is None else options.samples_seen
     if step is None and samples_seen is not None:

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 
 from penstock.host.errors import StateError
+from penstock.host.files import is_file
 from penstock.models.exchange.unpickler import (
     CONTAINERS,
     MAX_PICKLE_BYTES,
@@ -294,7 +295,7 @@ class _Archive:
         _, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
         start = entry.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
         if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
-            raise PickleError("an entry is compressed; torch.save writes plain ones")
+            raise PickleError("an entry is compressed", "save it with torch.save, uncompressed")
         if start + entry.file_size > self._length:
             raise PickleError("it is truncated")
         return int(self._offset + start)
@@ -314,8 +315,11 @@ class _Archive:
         if not isinstance(identifier, tuple) or len(identifier) < 5 or identifier[0] != "storage":
             raise PickleError("its pickle has an unknown persistent identifier")
         _, kind, key, _, elements = identifier[:5]
-        if not isinstance(kind, StandIn) or kind.name not in _STORAGES:
-            raise PickleError("a tensor's storage is of an unknown class")
+        if not isinstance(kind, StandIn):
+            raise PickleError("a tensor's storage has no class")
+        if kind.name not in _STORAGES:
+            shown = kind.name[:100]
+            raise PickleError(f"a tensor's numbers are of the class {shown}", "save them in fp32")
         entry = self._entries.get(f"data/{key}") if isinstance(key, str) else None
         if entry is None:
             raise PickleError("a tensor's numbers are missing")
@@ -338,6 +342,7 @@ class _Archive:
 @contextmanager
 def _opened(path: Path, offset: int, length: int | None) -> Iterator[tuple[BinaryIO, int]]:
     """Yields a file and the length of its part; all faults become StateErrors with its name."""
+    is_file(path)  # to open a FIFO would wait; open() reports a missing file
     try:
         with path.open("rb") as file:
             rest = file.seek(0, SEEK_END) - offset
@@ -347,7 +352,7 @@ def _opened(path: Path, offset: int, length: int | None) -> Iterator[tuple[Binar
             file.seek(offset)
             yield file, length
     except PickleError as error:
-        raise StateError(f"{path}: {error}; copy the checkpoint again") from error
+        raise StateError(f"{path}: {error}; {error.remedy}") from error
     except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
         raise StateError(f"{path}: cannot be read ({error}); copy the checkpoint again") from error
 

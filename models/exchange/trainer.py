@@ -8,7 +8,6 @@ name is given only where the numbers of parameters and all shapes agree.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,10 +28,11 @@ from penstock.models.exchange.folders import (
     model_weights,
 )
 from penstock.models.exchange.foreign import (
-    ForeignGroup,
     ForeignSchedule,
     ForeignState,
     ForeignTensor,
+    finite,
+    group_of,
 )
 from penstock.models.exchange.pickles import (
     PickledTensor,
@@ -255,7 +255,13 @@ def _read_optimizer(path: Path, name: str | None) -> _Optimizer:
         if problem := _other_optimizer(path, name, states, settings):
             return _Optimizer(path=path, problems=(problem,))
         groups = tuple(_group(path, group, states) for group in settings)
-        members = {member.number for group in groups for member in group.members}
+        numbers = [member.number for group in groups for member in group.members]
+        members = set(numbers)
+        if len(members) < len(numbers):
+            repeated = {str(number) for number in numbers if numbers.count(number) > 1}
+            raise StateError(
+                f"{path}: param_groups have the parameters {few(sorted(repeated))} more than once"
+            )
         if others := [str(number) for number in states if number not in members]:
             raise StateError(f"{path}: no group has the parameters {few(others)} of its state")
     except StateError as error:
@@ -321,13 +327,9 @@ def _numbered(path: Path, number: Any, states: Mapping[Any, Any]) -> _Numbered:
     return _Numbered(number=number, arrays=arrays, step=None if step is None else int(step))
 
 
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and -sys.float_info.max <= value <= sys.float_info.max
-
-
 def _is_count(value: Any) -> bool:
     """Returns whether a number counts steps; torch keeps the count in fp32."""
-    return _is_finite(value) and value >= 0 and value == int(value)
+    return finite(value) is not None and value >= 0 and value == int(value)
 
 
 def _plain(name: str) -> str:
@@ -456,7 +458,8 @@ def _with_optimizer(
     for number, group in enumerate(optimizer.groups):
         listed = [f"parameter {member.number}" for member in group.members]
         listed = listed if names is None else list(names[number])
-        groups.append(_foreign_group(group, () if names is None else tuple(listed)))
+        settings = {key: _number(value) for key, value in group.settings.items()}
+        groups.append(group_of(settings, () if names is None else tuple(listed)))
         for name, member in zip(listed, group.members, strict=True):
             tensors += _moments(name, member, optimizer.path.name)
             if member.step is not None:
@@ -491,28 +494,3 @@ def _moments(name: str, member: _Numbered, file: str) -> Iterator[ForeignTensor]
             file=file,
             load=tensor.load,
         )
-
-
-def _foreign_group(group: _Group, names: tuple[str, ...]) -> ForeignGroup:
-    known = {
-        key: _number(group.settings.get(key)) for key in ("lr", "betas", "eps", "weight_decay")
-    }
-    numbers = {k: float(v) for k, v in known.items() if _is_finite(v)}
-    betas = known["betas"]
-    pair = None
-    if isinstance(betas, tuple | list) and len(betas) == 2 and all(map(_is_finite, betas)):
-        pair = (float(betas[0]), float(betas[1]))
-    plain = (bool, int, str, type(None))
-    others = {
-        str(key): value
-        for key, value in group.settings.items()
-        if key not in known and (isinstance(value, plain) or _is_finite(value))
-    }
-    return ForeignGroup(
-        names=names,
-        lr=numbers.get("lr"),
-        betas=pair,
-        eps=numbers.get("eps"),
-        weight_decay=numbers.get("weight_decay"),
-        others=others,
-    )

@@ -26,7 +26,13 @@ MAX_KEY_ITEMS = 16
 
 
 class PickleError(Exception):
-    """A pickle is damaged, or uses a feature that no checkpoint needs."""
+    """A pickle is damaged, or uses a feature that no checkpoint needs. ``remedy``: advice for the
+    user, which follows the message.
+    """
+
+    def __init__(self, message: str, remedy: str = "copy the checkpoint again") -> None:
+        super().__init__(message)
+        self.remedy = remedy
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -11,7 +11,7 @@ import torch
 
 from penstock.host.errors import ConfigError, StateError
 from penstock.models.exchange.dcp.metadata import METADATA, ChunkedTensor, Contents, Slice, Values
-from penstock.models.exchange.foreign import WEIGHT, ForeignGroup
+from penstock.models.exchange.foreign import WEIGHT, ForeignGroup, group_of
 from penstock.models.exchange.pickles import PickledTensor, expect
 from penstock.models.exchange.unpickler import StandIn
 
@@ -22,6 +22,8 @@ _COUNTERS = frozenset({STEP, "global_step"})
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _DEPTH = 3
 """Lists inside of lists that a setting may have."""
+_MOST_BITS = 64
+"""Bits of an integer: Python does not print a number of thousands of digits."""
 _STATE, _GROUPS = "state.", "param_groups."
 
 
@@ -44,7 +46,8 @@ def named(contents: Contents) -> NamedContents:
     """Returns the contents by meaning; reads the small values.
 
     Raises:
-        ConfigError: the optimizer's parameters have numbers and no names.
+        ConfigError: the optimizer's parameters have numbers and no names, or a tensor is there
+            twice.
         StateError: a value is damaged; names the file.
     """
     values, path = Values(contents.folder), contents.folder / METADATA
@@ -58,7 +61,7 @@ def named(contents: Contents) -> NamedContents:
         if optimizer is None:
             name = _weight_name(keys)
             if name is not None and isinstance(place, ChunkedTensor) and place.shape:
-                tensors[name, WEIGHT] = place
+                _add(tensors, name, WEIGHT, place, path)
             elif keys[-1] in _COUNTERS and (number := _number(values, place, path)) is not None:
                 counters[".".join(keys)] = _count(number, path, keys[-1])
             else:
@@ -71,7 +74,7 @@ def named(contents: Contents) -> NamedContents:
             if array == STEP:
                 steps[name] = _count(_number(values, place, path), path, optimizer)
             elif isinstance(place, ChunkedTensor):
-                tensors[name, array] = place
+                _add(tensors, name, array, place, path)
             else:
                 others.append(".".join(keys))
     names = dict.fromkeys(name for name, role in tensors if role != WEIGHT) | dict.fromkeys(steps)
@@ -83,6 +86,21 @@ def named(contents: Contents) -> NamedContents:
         counters=counters,
         others=tuple(others),
     )
+
+
+def _add(
+    tensors: dict[tuple[str, str], ChunkedTensor],
+    name: str,
+    role: str,
+    tensor: ChunkedTensor,
+    path: Path,
+) -> None:
+    first = tensors.setdefault((name, role), tensor)
+    if first is not tensor:
+        raise ConfigError(
+            f"{path}: {first.key} and {tensor.key} are both the {role} of {name}; save the"
+            " checkpoint with one of the two"
+        )
 
 
 def without_wrappers(name: str) -> str:
@@ -162,7 +180,7 @@ def _groups(
         listed = names if isinstance(names, list) else []
         known = members.setdefault(repr(sorted(group.items())), (group, []))
         known[1].extend(without_wrappers(name) for name in listed if isinstance(name, str))
-    return tuple(_group(group, tuple(names), path) for group, names in members.values())
+    return tuple(group_of(group, tuple(names)) for group, names in members.values())
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
@@ -175,24 +193,6 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return [_plain(item, depth + 1) for item in value]
     if isinstance(value, torch.dtype):
         return str(value)
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return "a number"
     return value if isinstance(value, str | int | float | bool | None) else type(value).__name__
-
-
-def _group(group: Mapping[str, Any], names: tuple[str, ...], path: Path) -> ForeignGroup:
-    def number(key: str) -> float | None:
-        return None if group.get(key) is None else expect(group[key], float, path, key)
-
-    betas = group.get("betas")
-    if betas is not None:
-        pair = expect(betas, list, path, "betas")
-        first, second = [expect(beta, float, path, "betas") for beta in (*pair, None, None)[:2]]
-        betas = (first, second)
-    known = ("lr", "betas", "eps", "weight_decay")
-    return ForeignGroup(
-        names=names,
-        lr=number("lr"),
-        betas=betas,
-        eps=number("eps"),
-        weight_decay=number("weight_decay"),
-        others={key: value for key, value in group.items() if key not in known},
-    )

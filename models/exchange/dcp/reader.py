@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock.host.files import is_file
 from penstock.models.exchange.dcp.metadata import METADATA, ChunkedTensor, read_contents
 from penstock.models.exchange.dcp.names import NamedContents, named
 from penstock.models.exchange.dcp.titan import as_transformers, is_titan
@@ -22,8 +23,8 @@ class DcpReader:
     """Reads a folder with ``.metadata``."""
 
     def recognises(self, path: Path) -> bool:
-        """Returns whether a folder has ``.metadata``."""
-        return (path / METADATA).is_file()
+        """Returns whether a folder has ``.metadata``, or the files that it describes."""
+        return is_file(path / METADATA) or any(path.glob("*.distcp"))
 
     def open(self, path: Path) -> ForeignState:
         """Lists the tensors.

@@ -16,7 +16,13 @@ from penstock.models.adapters.files import SETTINGS, WEIGHTS
 from penstock.models.adapters.settings import is_adapter_tensor
 from penstock.models.checkpoints.adapters import PREFIX
 from penstock.models.exchange.folders import fitted_adapter
-from penstock.models.exchange.foreign import WEIGHT, ForeignGroup, ForeignState, ForeignTensor
+from penstock.models.exchange.foreign import (
+    WEIGHT,
+    ForeignGroup,
+    ForeignState,
+    ForeignTensor,
+    group_of,
+)
 from penstock.models.exchange.pickles import (
     PickledTensor,
     expect,
@@ -33,7 +39,6 @@ _OF_PEFT = re.compile(
     r"\.(?:base_layer|original_module|modules_to_save\.default)(?=\.)|(?<=_[AB])\.default(?=\.|$)"
 )
 """Parts of names that PEFT adds to those of its files."""
-_SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
 def plain_name(name: str) -> str:
@@ -104,34 +109,8 @@ def groups_of(value: Any, names: Sequence[tuple[str, ...]], path: Path) -> tuple
     result = []
     for number, fields in enumerate(groups):
         fields = expect(fields, dict, path, f"param_groups[{number}]")
-        known = {key: _number(fields.get(key)) for key in ("lr", "eps", "weight_decay")}
-        betas = fields.get("betas")
-        pair = tuple(map(_number, betas)) if isinstance(betas, list | tuple) else ()
-        first, second = pair if len(pair) == 2 else (None, None)
-        others = {
-            key: value
-            for key, value in fields.items()
-            if isinstance(key, str)
-            and key not in (*_SETTINGS, "params")
-            and isinstance(value, str | int | float | None)
-        }
-        result.append(
-            ForeignGroup(
-                names=names[number] if number < len(names) else (),
-                lr=known["lr"],
-                betas=(first, second) if first is not None and second is not None else None,
-                eps=known["eps"],
-                weight_decay=known["weight_decay"],
-                others=others,
-            )
-        )
+        result.append(group_of(fields, names[number] if number < len(names) else ()))
     return tuple(result)
-
-
-def _number(value: Any) -> float | None:
-    """Returns a setting if it is a plain number: it is compared with the configuration, no more."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number else None
 
 
 def foreign(

@@ -198,6 +198,12 @@ def _rank(path: Path) -> _Rank:
         for name in MOMENTS:
             if name in state:
                 rows[name] = row(state[name], path, f"{name} of group {number}")
+                if rows[name].num_elements > rows[MASTER].num_elements:
+                    raise StateError(
+                        f"{path}: {name} of group {number} has {rows[name].num_elements} numbers,"
+                        f" its parameters have {rows[MASTER].num_elements}; copy the checkpoint"
+                        " again"
+                    )
         flats.append(rows)
         steps.append(_group_step(state, groups, number, fields, path))
     return _Rank(
@@ -236,10 +242,13 @@ def _paddings(value: Any, path: Path) -> tuple[tuple[int, ...], ...] | None:
     if value is None:
         return None
     name = "param_alignment_paddings"
-    return tuple(
+    paddings = tuple(
         tuple(expect(n, int, path, name) for n in expect_list(group, path, name))
         for group in expect_list(value, path, name)
     )
+    if any(padding < 0 for group in paddings for padding in group):
+        raise StateError(f"{path}: {name} has a negative number; copy the checkpoint again")
+    return paddings
 
 
 def _model_states(root: Path, ranks: Sequence[_Rank]) -> tuple[ModelStates, ...]:

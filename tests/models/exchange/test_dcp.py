@@ -336,6 +336,32 @@ def test_nothing_of_a_folder_is_executed(tmp_path: Path) -> None:
     assert not mark.exists() and any("train_state.step" in note for note in state.notes)
     optimizer.param_groups[0]["lr"] = Hostile(mark)
     folder = save(tmp_path / "rate", model, optimizer)
-    with pytest.raises(StateError, match=r"lr is .*in place of float"):
-        open_checkpoint(folder)
+    assert None in {group.lr for group in open_checkpoint(folder).groups}
     assert not mark.exists()
+
+
+def test_a_weight_in_two_dictionaries_is_refused(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    other = {name: value + 1 for name, value in model.state_dict().items()}
+    folder = save(tmp_path / "ck", model, optimizer, state_dict=other)
+    with pytest.raises(ConfigError, match=r"state_dict\.\S+ are both the weight of"):
+        open_checkpoint(folder)
+
+
+def test_settings_that_are_no_finite_numbers_are_unknown(tmp_path: Path) -> None:
+    """JSON has no NaN, and prints no integer of thousands of digits."""
+    model, optimizer = trained(1)
+    nan, huge = float("nan"), 10**5000
+    optimizer.param_groups[0].update(lr=nan, betas=[0.9], eps="a", odd=nan, huge=huge, kept=1)
+    state = open_checkpoint(save(tmp_path / "ck", model, optimizer))
+    (group,) = (group for group in state.groups if "kept" in group.others)
+    assert (group.lr, group.betas, group.eps) == (None, None, None)
+    assert "odd" not in group.others and group.others["huge"] == "a number"
+    assert json.dumps(state.to_fields(), allow_nan=False)
+
+
+def test_shards_without_metadata_name_the_missing_file(tmp_path: Path) -> None:
+    folder = save(tmp_path / "ck", *trained(1))
+    (folder / ".metadata").unlink()
+    with pytest.raises(StateError, match=r"\.metadata: cannot be read .*No such file"):
+        open_checkpoint(folder)

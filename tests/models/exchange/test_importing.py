@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from penstock.host.errors import ConfigError
 from penstock.models.exchange.importing import import_checkpoint
 from penstock.models.exchange.mapping import ImportOptions
+from tests.models.exchange.fsdp2 import LLAMA
 from tests.models.exchange.test_dcp_export import run_of
 from tests.models.exchange.trainers import saved_untrained
 
@@ -57,3 +58,16 @@ def test_numbers_without_a_next_step_are_refused(
         torch.save(state, source / file)
     with pytest.raises(ConfigError, match=f"{file}: {role} of {name} has .*{words[4:]}"):
         import_checkpoint(prepared, source, report, ImportOptions(), into=tmp_path / "other")
+
+
+def test_a_master_that_the_weights_cannot_hold_is_refused(tmp_path: Path) -> None:
+    run = run_of(
+        tmp_path / "a",
+        model={"dtype": "fp16", "hf": {**LLAMA, "num_hidden_layers": 1, "vocab_size": 257}},
+    )
+    source, report = checkpoint(run, tmp_path / "source"), tmp_path / "report.json"
+    tensors = load_file(source / WEIGHTS)
+    tensors["model.norm.weight"][0] = 1e5
+    save_file(tensors, source / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"that fp16 cannot hold; .* set model.dtype to a wider"):
+        import_checkpoint(run, source, report, ImportOptions(), into=tmp_path / "into")

@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.config.schema import parse_config
+from penstock.daemons.scheduler.machine.position import LIMIT
 from penstock.models.exchange.foreign import (
     WEIGHT,
     ForeignGroup,
@@ -115,8 +116,11 @@ def test_what_does_not_fit_is_named() -> None:
     more = (*state.tensors, tensor("model.layers.99.a", WEIGHT, torch.ones(2)))
     problems = planned(replace(state, tensors=more), tied=False).problems
     assert problems and "no place for model.layers.99.a" in problems[0]
+    more = (*more, tensor("model.layers.99.a", "exp_avg", torch.ones(2)))
+    assert planned(replace(state, tensors=more), tied=False).problems == problems, "one name"
     odd = replace(state, steps={**state.steps, "lm_head.weight": 2})
-    assert "steps of the tensors differ: 2, 3" in planned(odd, tied=False).problems[0]
+    (problem,) = planned(odd, tied=False).problems
+    assert "steps of the tensors differ: 2, 3" in problem
     plan = planned(odd, tied=False, weights_only=True)
     assert not plan.problems and plan.step == 0
     assert "does not name its step" in planned(replace(state, steps={}), tied=False).problems[0]
@@ -184,6 +188,24 @@ def test_integers_are_no_moments() -> None:
     assert problem.startswith("a: exp_avg of") and "is of type int32" in problem
 
 
+def test_numbers_of_eight_bits_are_refused() -> None:
+    state = checkpoint(tied=False)
+    first = state.tensors[0]
+    narrow = tensor(first.name, first.role, first.load().to(torch.float8_e4m3fn))
+    changed = replace(state, tensors=(narrow, *state.tensors[1:]))
+    (problem,) = planned(changed, tied=False).problems
+    assert "is of type float8_e4m3fn; give fp32, fp16 or bf16" in problem
+
+
+def test_a_tensor_that_is_there_twice_is_refused() -> None:
+    state = checkpoint(tied=False)
+    for each in (state.tensors[0], state.tensors[-1]):
+        repeated = replace(state, tensors=(*state.tensors, replace(each, file="b")))
+        (problem,) = planned(repeated, tied=False).problems
+        assert f"has {each.role} of {each.name} twice, in a and in b" in problem
+    assert not planned(repeated, tied=False, weights_only=True).problems, "moments stay behind"
+
+
 def test_settings_of_the_model_are_compared() -> None:
     settings = LlamaConfig(**{**TINY_LLAMA, "tie_word_embeddings": False}).to_dict()
     state = replace(checkpoint(tied=False), model_settings={**settings, "use_cache": False})
@@ -202,6 +224,8 @@ def test_counts_have_bounds() -> None:
     state = checkpoint(tied=False)
     (problem,) = planned(state, tied=False, samples_seen=10**30).problems
     assert f"samples seen: {10**30} is no count" in problem and "--samples-seen" in problem
+    for count, accepted in ((LIMIT - 1, True), (LIMIT, False)):
+        assert (planned(state, tied=False, samples_seen=count).problems == ()) is accepted
     many = replace(state, steps=dict.fromkeys(state.steps, 10**30), samples_seen=0)
     assert any(
         f"the step: {10**30} is no count" in each for each in planned(many, tied=False).problems

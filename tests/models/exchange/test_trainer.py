@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from penstock.config.adapter import AdapterConfig
 from penstock.host.errors import ConfigError, StateError
 from penstock.models.exchange.foreign import ForeignState
+from penstock.models.exchange.pickles import load_torch
 from penstock.models.exchange.readers import open_checkpoint
 from penstock.models.surgery.skeleton import build_skeleton
 from tests.models.exchange.trainers import Trained, new_model, saved_untrained, train
@@ -120,6 +122,26 @@ def test_shapes_of_another_order_are_refused(copied: Path) -> None:
     torch.save(state, file)
     (problem,) = open_checkpoint(copied).state_problems
     assert "without names" in problem
+
+
+def test_a_parameter_of_two_places_is_refused(copied: Path) -> None:
+    file = copied / "optimizer.pt"
+    state = torch.load(file)
+    decayed = state["param_groups"][0]["params"]
+    del state["state"][decayed[-1]]
+    decayed[-1] = decayed[0]  # lm_head has the shape of the embedding
+    torch.save(state, file)
+    assert "the parameters 0 more than once" in problem_of(open_checkpoint(copied))
+
+
+def test_a_fifo_is_refused_at_once(copied: Path) -> None:
+    (copied / "training_args.bin").unlink()
+    os.mkfifo(copied / "training_args.bin")
+    open_checkpoint(copied)
+    (copied / "optimizer.pt").unlink()
+    os.mkfifo(copied / "optimizer.pt")
+    with pytest.raises(StateError, match="is a FIFO"):
+        load_torch(copied / "optimizer.pt")
 
 
 def test_frozen_parts_are_those_of_the_configuration(tmp_path: Path) -> None:

@@ -145,6 +145,33 @@ def test_missing_and_other_ranks_are_named(kind: str, tmp_path: Path) -> None:
         open_checkpoint(root)
 
 
+@pytest.mark.parametrize("fault", ["", "exp_avg", "paddings"])
+def test_lengths_that_would_shift_parameters_are_refused(fault: str, tmp_path: Path) -> None:
+    sizes = {"a": torch.Size([2]), "b": torch.Size([3])}
+    for rank in range(2):
+        flat = torch.arange(3.0) + 3 * rank
+        state = {"step": torch.tensor(1.0), "exp_avg": flat, "exp_avg_sq": flat}
+        fields = {
+            "zero_stage": 1,
+            "partition_count": 2,
+            "single_partition_of_fp32_groups": [flat],
+            "base_optimizer_state": {"state": {0: state}, "param_groups": [{"params": [0]}]},
+        }
+        if fault == "exp_avg":
+            state[fault] = torch.ones(6)
+        elif fault:
+            fields["param_alignment_paddings"] = [[-1, 0]]
+        torch.save({"optimizer_state_dict": fields}, tmp_path / RANK.format(rank))
+    shapes = {"module": {}, "param_shapes": [sizes]}
+    torch.save(shapes, tmp_path / "mp_rank_00_model_states.pt")
+    if not fault:
+        tensors = {(t.name, t.role): t.load().tolist() for t in open_checkpoint(tmp_path).tensors}
+        assert tensors["a", "master"] == [0, 1] and tensors["b", "exp_avg"] == [2, 3, 4]
+        return
+    with pytest.raises(StateError, match=f"{fault}.*copy the checkpoint again"):
+        open_checkpoint(tmp_path)
+
+
 def test_missing_model_states_and_tags_are_named(tmp_path: Path) -> None:
     root = unpacked("zero1", tmp_path)
     (root / "global_step3" / "mp_rank_00_model_states.pt").unlink()
