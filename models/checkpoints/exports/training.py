@@ -65,7 +65,8 @@ class SavedParameter:
 class TrainingState:
     """A saved state. ``parameters`` are in the order of ``named_parameters()``. ``constants`` are
     the persistent buffers. ``arrays``: the names of the optimizer's arrays. ``rate``: the learning
-    rate of the next step. ``tokens_seen``: places of the samples that were trained.
+    rate of the next step. ``samples_seen`` and ``tokens_seen``: samples that were trained, and
+    their places.
     """
 
     state_dir: Path
@@ -76,6 +77,7 @@ class TrainingState:
     arrays: tuple[str, ...]
     base: Mapping[int, Path]
     rate: float
+    samples_seen: int
     tokens_seen: int
 
     @classmethod
@@ -112,6 +114,7 @@ class TrainingState:
             arrays=tuple(files.table.state_arrays),
             base=base_paths(state_dir),
             rate=rate,
+            samples_seen=samples_seen,
             tokens_seen=samples_seen * files.config.data.sequence_length,
         )
 

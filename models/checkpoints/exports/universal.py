@@ -132,6 +132,7 @@ def _model_states(state: TrainingState) -> dict[str, Any]:
         "optimizer": None,
         "lr_scheduler": scheduler,
         "global_steps": state.step,
+        "global_samples": state.samples_seen,
         "skipped_steps": 0,
         "dp_world_size": 1,
         "mp_world_size": 1,

@@ -45,7 +45,7 @@ def test_files_have_each_parameter_once(
 ) -> None:
     run_dir, out = run_of(tmp_path / "root", **changes), tmp_path / "out"
     state = state_of(run_dir, "state")
-    assert exported(run_dir, state, out, "--verify") == 0
+    assert exported(run_dir, state, out, "--verify", "--samples", "52") == 0
     expected = numbers(run_dir, state)
     folder = out / (out / "latest_universal").read_text()
     for path in folder.glob("zero/*/*.pt"):
@@ -64,7 +64,7 @@ def test_files_have_each_parameter_once(
     if frozen:
         assert {path.name for path in (folder / "zero" / frozen).iterdir()} == {"fp32.pt"}
     read = open_checkpoint(out)
-    assert (read.step, read.problems) == (STEP, ())
+    assert (read.step, read.samples_seen, read.problems) == (STEP, 52, ())
     assert {group.betas for group in read.groups} == {(0.9, 0.95)}
 
 
