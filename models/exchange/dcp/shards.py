@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 
 from penstock.host.errors import StateError
-from penstock.host.files import DAMAGED, parse_json
+from penstock.host.files import DAMAGED, is_file, parse_json
 from penstock.models.checkpoints.mapped import TYPES, MappedFile
 from penstock.models.exchange.dcp.metadata import Chunk, ChunkedTensor, Slice, check_chunks
 from penstock.models.exchange.pickles import expect, expect_list
@@ -53,6 +53,7 @@ def sharded_weights(folder: Path) -> dict[str, ShardedWeight]:
 
 
 def _opened(path: Path) -> MappedFile:
+    is_file(path)  # to open a FIFO would wait; MappedFile reports a missing file
     try:
         return MappedFile(path)
     except (OSError, SafetensorError) as error:

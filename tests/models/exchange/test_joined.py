@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -127,6 +128,11 @@ def test_damaged_parts_of_ranks_and_adapters_are_refused(tmp_path: Path) -> None
     second.write_bytes(content[:-8])
     with pytest.raises(StateError, match=rf"{second.name}: is damaged.*copy the checkpoint again"):
         open_checkpoint(folder)
+    second.unlink()
+    os.mkfifo(second)
+    with pytest.raises(StateError, match=rf"{second.name}: is a FIFO"):
+        open_checkpoint(folder)
+    second.unlink()
     second.write_bytes(content)
     first.unlink()
     with pytest.raises(StateError, match=r"chunks of .* are missing.*files of all ranks"):
