@@ -7,7 +7,7 @@ executes nothing of the checkpoint: pickles go through :mod:`~penstock.models.ex
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -84,6 +84,9 @@ def finite(value: Any) -> float | None:
     return float(value) if is_number and abs(value) <= sys.float_info.max else None
 
 
+_OTHER_RULES = {"amsgrad": "Penstock's AdamW has none", "maximize": "Penstock minimizes"}
+
+
 def group_of(settings: Mapping[Any, Any], names: tuple[str, ...]) -> ForeignGroup:
     """Returns the group of some parameters. A setting that is no finite number is unknown."""
     betas = settings.get("betas")
@@ -103,6 +106,16 @@ def group_of(settings: Mapping[Any, Any], names: tuple[str, ...]) -> ForeignGrou
             and (isinstance(value, bool | str | None) or finite(value) is not None)
         },
     )
+
+
+def other_rule(groups: Sequence[Mapping[str, Any]]) -> str | None:
+    """Returns a setting of the groups by which a step is another one than Penstock's, and the
+    difference.
+    """
+    for key, difference in _OTHER_RULES.items():
+        if any(group.get(key) for group in groups):
+            return f"{key} is on, and {difference}"
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

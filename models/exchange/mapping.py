@@ -16,6 +16,7 @@ from penstock.models.exchange.foreign import (
     WEIGHT,
     ForeignState,
     ForeignTensor,
+    other_rule,
 )
 from penstock.models.exchange.settings import (
     ForeignRate,
@@ -121,6 +122,8 @@ def plan_import(
     findings = _Findings(problems=list(state.problems), notes=list(state.notes))
     if not options.weights_only:
         findings.problems += state.state_problems
+        if rule := other_rule([group.others for group in state.groups]):
+            findings.problems.append(f"{state.path}: {rule}; give --weights-only")
     by_key = _by_key(state, options, findings)
     names_of = _names_of(table, skeleton)
     only_weights = options.weights_only or bool(state.state_problems)  # arrays may have no names

@@ -33,6 +33,7 @@ from penstock.models.exchange.foreign import (
     ForeignTensor,
     finite,
     group_of,
+    other_rule,
 )
 from penstock.models.exchange.pickles import (
     PickledTensor,
@@ -280,10 +281,8 @@ def _other_optimizer(
     others = sorted(str(key) for key in keys - {"step", *_MOMENTS})
     settings = sorted({str(key) for group in groups for key in group} - _ADAMW_KEYS)
     named = "the optimizer" if name is None else f"the optimizer {name}"
-    if "max_exp_avg_sq" in keys or any(group.get("amsgrad") for group in groups):
-        return f"{path}: amsgrad is on, and Penstock's AdamW has none; {_REMEDY}"
-    if any(group.get("maximize") for group in groups):
-        return f"{path}: maximize is on, and Penstock minimizes; {_REMEDY}"
+    if rule := other_rule(groups):
+        return f"{path}: {rule}; {_REMEDY}"
     if others:
         return f"{path}: {named} keeps {few(others)}; only AdamW's state is read; {_REMEDY}"
     if settings:

@@ -167,6 +167,16 @@ def test_another_optimizers_arrays_are_refused() -> None:
     assert not any("applies weight decay" in each for each in notes)
 
 
+@pytest.mark.parametrize("key", ["amsgrad", "maximize"])
+def test_steps_of_another_rule_are_refused(key: str) -> None:
+    (group,) = checkpoint(tied=False).groups
+    for is_on in (False, True):
+        groups = (group, replace(group, others={key: is_on}))
+        plan = planned(replace(checkpoint(tied=False), groups=groups), tied=False)
+        refused = [problem for problem in plan.problems if f"a: {key} is on, and" in problem]
+        assert len(refused) == is_on
+
+
 def test_the_optimizers_own_problem_is_the_only_one() -> None:
     state = checkpoint(tied=False)
     named = [
