@@ -46,6 +46,9 @@ JOB_END_VARIABLE = "SLURM_JOB_END_TIME"
 
 _log = logging.getLogger(__name__)
 
+_is_interrupted = False
+"""True from the stop signal on that interrupted this process's command."""
+
 
 class Demand(Enum):
     """Request of a signal. ``NOW``: a repeated request, which does not wait for a save."""
@@ -89,8 +92,11 @@ class StopEscalation:
 def interrupt(number: int, frame: FrameType | None) -> None:
     """Raises KeyboardInterrupt for the first stop signal; the signals that follow are ignored.
 
-    This is the signal handler of a command that has nothing to save yet.
+    This is the signal handler of a command that has nothing to save yet. Python drops an exception
+    that is raised in a finalizer. The run that the command starts obeys the signal all the same.
     """
+    global _is_interrupted
+    _is_interrupted = True
     ignore_stop_signals()
     raise KeyboardInterrupt
 
@@ -119,6 +125,8 @@ def interrupted_by_stop_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    global _is_interrupted
+    _is_interrupted = False
     before = {number: signal.getsignal(number) for number in stopping_signals()}
     for number in before:
         signal.signal(number, interrupt)
@@ -165,10 +173,14 @@ class StopRequests:
         self._escalation = StopEscalation()
 
     def install(self) -> None:
-        """Handles stop signals from this call until the end of the process (main thread only)."""
+        """Handles stop signals from this call until the end of the process (main thread only). A
+        signal that interrupted the command before, without effect, requests a stop.
+        """
         if self._parent_pid is None:
             for number in stopping_signals():
                 signal.signal(number, self._handle)
+            if _is_interrupted:
+                self._hear(signal.SIGTERM)
             return
         block_stop_signals()
         threading.Thread(target=self._listen, name="stop-requests", daemon=True).start()

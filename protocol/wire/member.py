@@ -180,9 +180,11 @@ class MemberLink:
         if stream is not None:
             stream.finish()
         if self._beater.ident is not None:
-            self._beater.join()  # it waits for nothing but the next heartbeat
-            self._reader.join(timeout=timeout_s)
+            deadline = world.monotonic() + timeout_s
+            for thread in (self._reader, self._beater):
+                thread.join(timeout=max(0.0, deadline - world.monotonic()))
             self._cut_until_ended()
+            self._beater.join()  # it waits for nothing but the next heartbeat
         self._inbox.put(None)
 
     def _cut_until_ended(self) -> None:

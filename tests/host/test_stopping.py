@@ -141,12 +141,18 @@ import signal, sys
 from penstock.host.stopping import StopSignal, interrupted_by_stop_signals
 if sys.argv[1] == "own":
     signal.signal(signal.SIGUSR1, lambda number, frame: print("handled", flush=True))
+class Dropped:
+    def __del__(self):
+        signal.raise_signal(signal.SIGHUP)
+
 with interrupted_by_stop_signals():
-    if sys.argv[1] == "takes over":
+    if sys.argv[1] == "drops":
+        Dropped()  # Python ignores what finalizers raise
+    if sys.argv[1] in ("takes over", "drops"):
         stop = StopSignal().install(None)
     try:
         print("up", flush=True)
-        stop.wait(600.0) if sys.argv[1] == "takes over" else [signal.pause() for _ in range(2)]
+        stop.wait(600.0) if "stop" in globals() else [signal.pause() for _ in range(2)]
     except KeyboardInterrupt:
         sys.stdout.write("interrupted\\n")
         for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
@@ -178,6 +184,14 @@ def test_a_run_takes_the_signals_of_its_command_over(
     stranger_signals(process.pid, "USR2")
     assert process.communicate(timeout=600)[0] == "stopped\n"
     assert process.returncode == 0
+
+
+def test_a_signal_whose_interrupt_is_dropped_stops_the_run(
+    children: list[subprocess.Popen[str]],
+) -> None:
+    process = started(children, sys.executable, "-c", COMMAND, "drops")
+    assert process.stdout is not None and process.stdout.read() == "stopped\n"
+    assert process.wait(timeout=600) == 0
 
 
 @pytest.mark.parametrize("kind", ["anybody", "prepares"])
