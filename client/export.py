@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -165,9 +165,8 @@ def export(
     }
     lines: list[str] = []
     log = run_dir / "logs" / "export.txt"
-    with ExitStack() as stack:
-        # A dry run only names the folder.
-        folder = output if options.dry_run else stack.enter_context(appearing(output))
+    # A dry run only names the folder.
+    with nullcontext(output) if options.dry_run else appearing(output) as folder:
         words = (str(run_dir), str(state.path), str(folder), *arguments)
         run_tool("penstock.models.checkpoints.export", *words, log=log, progress=lines.append)
     printed = [parse_json(line) for line in lines if line[:1] == "{"]
