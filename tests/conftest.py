@@ -1,4 +1,4 @@
-"""A leak check around every test: memory, child processes, threads, descriptors, cores."""
+"""A leak check around every test: memory, child processes, threads, descriptors, cores, signals."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import threading
 import time
 from collections import Counter
@@ -77,6 +78,23 @@ def open_descriptors() -> Counter[str]:
         if not kind.startswith(KEPT_BY_LIBRARIES) and not kind.startswith("/proc/"):
             found[kind] += 1
     return found
+
+
+def signal_handlers() -> dict[int, Any]:
+    """Returns the handler of each signal that children inherit or that Python sets."""
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    return {number: handler for number, handler in handlers.items() if handler is not None}
+
+
+def restore_signal_handlers(handlers: dict[int, Any]) -> dict[int, Any]:
+    """Sets the handlers as they were. Returns those that differed."""
+    current = signal_handlers()
+    changed = {
+        number: current[number] for number in handlers if current[number] != handlers[number]
+    }
+    for number in changed:
+        signal.signal(number, handlers[number])
+    return changed
 
 
 def child_processes() -> set[int]:
@@ -290,6 +308,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture
+def own_signals() -> Iterator[None]:
+    """A test may set signal handlers: they are put back."""
+    handlers = signal_handlers()
+    yield
+    restore_signal_handlers(handlers)
+
+
+@pytest.fixture
 def tools_forked(request: pytest.FixtureRequest) -> Iterator[None]:
     """Has tools forked in the folders :data:`FORKS_TOOLS`, and only there. A forked process has the
     search path of the preloader, not the search path of its test.
@@ -308,18 +334,21 @@ def tools_forked(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest, made: Made, tools_forked: None) -> Iterator[None]:
     """Fail a test that leaves a segment, a child process, a thread or a descriptor behind, or cores
-    taken away: the tests after it would have one less to train on.
+    taken away: the tests after it would have one less to train on. Or signals that it ignores: the
+    runs of the tests after it would inherit that, and train on after a hang-up.
     """
     shares = shares_memory(request.node.path)
     names, children = segments(), child_processes()
     threads, descriptors = set(threading.enumerate()), open_descriptors()
-    cores = os.sched_getaffinity(0)
+    cores, handlers = os.sched_getaffinity(0), signal_handlers()
     yield
+    changed = restore_signal_handlers(handlers)
     problems: dict[str, object] = {
         "child processes": settle(lambda: child_processes() - children),
         "threads": settle(lambda: {t for t in threading.enumerate() if t not in threads}),
         "descriptors": settle(lambda: dict(open_descriptors() - descriptors)),
         "cores taken away": cores - os.sched_getaffinity(0),
+        "signal handlers": changed,
     }
     os.sched_setaffinity(0, cores)
     if shares:

@@ -138,16 +138,13 @@ def test_a_killed_export_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_stop_signal_ends_an_export_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_signals: None
 ) -> None:
-    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
-    try:
-        monkeypatch.setattr(
-            "penstock.client.export.export", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
-        )
-        result = CliRunner().invoke(app, ["export", str(tmp_path), str(tmp_path / "out")])
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    monkeypatch.setattr(
+        "penstock.client.export.export", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+    )
+    result = CliRunner().invoke(app, ["export", str(tmp_path), str(tmp_path / "out")])
     assert "penstock: interrupted" in result.output and result.exit_code
 
 

@@ -35,15 +35,6 @@ def root_logger() -> Iterator[logging.Logger]:
     root.setLevel(level)
 
 
-@pytest.fixture
-def own_signals() -> Iterator[None]:
-    """Handlers of SIGTERM and SIGINT are put back."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 def test_logs_are_json_lines(tmp_path: Path, root_logger: logging.Logger) -> None:
     configure_logging("memoryd.a", tmp_path, "info")
     begun_s = time.time()
@@ -89,7 +80,6 @@ def test_stop_signal_never_deadlocks_with_its_handler(own_signals: None) -> None
         stop = StopSignal()
         signal.setitimer(signal.ITIMER_REAL, 0.0005)
         assert stop.wait(600.0)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
 def test_children_die_with_their_parent() -> None:

@@ -104,6 +104,11 @@ class TerminalRun:
         flags = termios.tcgetattr(self.master)[3]
         return bool(flags & termios.ECHO and flags & termios.ICANON)
 
+    def hang_up(self) -> None:
+        """Close the terminal, as a lost connection does."""
+        os.close(self.master)
+        self.master = -1
+
     def end(self, timeout_s: float = 30.0) -> int:
         """Wait for the command's end; its exit code."""
         deadline = time.monotonic() + timeout_s
@@ -144,4 +149,5 @@ def on_terminal(
         if process.poll() is None:
             os.kill(process.pid, signal.SIGKILL)
             process.wait(timeout=500)
-        os.close(master)
+        if run.master >= 0:
+            os.close(run.master)

@@ -149,14 +149,13 @@ def test_a_terminal_that_goes_away_stops_the_run(runner: Any, words: tuple[str, 
             return H.newest_step(run_dir) >= 3
 
         terminal.until(trains)
-        os.close(terminal.master)
+        terminal.hang_up()
         code = terminal.process.wait(timeout=500)
         assert words or code == 130, H.tail_logs(run_dir)
         deadline_s = time.monotonic() + 500.0
         while H.processes_of(run_dir, ("train", *H.MEMBER_KINDS)):
             assert time.monotonic() < deadline_s, H.tail_logs(run_dir)
             time.sleep(0.1)
-        terminal.master = os.open(os.devnull, os.O_RDWR)
     assert saved_step(run_dir) == H.newest_step(run_dir) >= 3, "a step was lost"
     assert members and not H.segments_of(runner.root)
 
