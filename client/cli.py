@@ -5,6 +5,7 @@ Also recognizes words such as ``train.steps=5``, for which the user forgot ``--s
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -83,6 +84,20 @@ def errors_explained(
         path = _write_trace(log_dir)
         sys.stderr.write(f"penstock: internal error: {error!r}; details are in {path}\n")
         raise typer.Exit(int(ExitCode.LOST_MEMBERS)) from error
+
+
+@contextmanager
+def exchange_errors_explained(as_json: bool) -> Iterator[None]:
+    """Explains errors of ``import``, ``export`` and ``inspect``. Their exit code is 2, also on a
+    full disk. ``as_json`` prints each as JSON on stdout, too: ``error``, and the report so far.
+    """
+    with errors_explained():
+        try:
+            yield
+        except PenstockError as error:
+            if as_json:
+                typer.echo(json.dumps({**error.report, "error": str(error)}, indent=1))
+            raise ConfigError(str(error)) from error
 
 
 def _write_trace(log_dir: Path | None) -> Path:

@@ -6,7 +6,10 @@ value, and accepted values or a remedy.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
+from types import MappingProxyType
+from typing import Any
 
 
 class ExitCode(IntEnum):
@@ -40,9 +43,12 @@ def ending_code(claimed: int) -> ExitCode:
 
 
 class PenstockError(Exception):
-    """Base of all errors that carry a message for the user."""
+    """Base of all errors that carry a message for the user. ``report``: the result so far, for
+    commands with ``--json``.
+    """
 
     exit_code: ExitCode = ExitCode.LOST_MEMBERS
+    report: Mapping[str, Any] = MappingProxyType({})
 
 
 class ConfigError(PenstockError):

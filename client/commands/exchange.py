@@ -12,7 +12,7 @@ from penstock.client.cli import (
     JsonOption,
     SetOption,
     begin_to_import,
-    errors_explained,
+    exchange_errors_explained,
     load,
     say_preparation,
 )
@@ -61,7 +61,11 @@ def import_(
     Compares every tensor with the configuration's model before a byte is written. DIR/import.json
     names the source of each tensor.
     """
-    with errors_explained(), interrupted_by_stop_signals(), begin_to_import() as preloading:
+    with (
+        exchange_errors_explained(as_json),
+        interrupted_by_stop_signals(),
+        begin_to_import() as preloading,
+    ):
         from penstock.client.exchange import imports
 
         request = imports.Import(
@@ -69,14 +73,10 @@ def import_(
         )
         loaded = load(config, settings)
         starter = preloading if loaded.cluster.preload else None
-        try:
-            if dry_run:
-                report = imports.check(loaded, request, say_preparation, starter)
-            else:
-                report = imports.import_run(loaded, run_dir, request, say_preparation, starter)
-        except imports.RefusedImportError as error:
-            typer.echo(json.dumps(error.report, indent=1) if as_json else "", nl=as_json)
-            raise
+        if dry_run:
+            report = imports.check(loaded, request, say_preparation, starter)
+        else:
+            report = imports.import_run(loaded, run_dir, request, say_preparation, starter)
         text = imports.to_text(report, run_dir, config, settings or (), dry=dry_run)
         typer.echo(json.dumps(report, indent=1) if as_json else text)
 
@@ -88,7 +88,7 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """Lists the tensors of a checkpoint with roles, types and shapes; executes nothing of it."""
-    with errors_explained(), interrupted_by_stop_signals():
+    with exchange_errors_explained(as_json), interrupted_by_stop_signals():
         from penstock.client.exchange import inspection
 
         fields = inspection.inspect(path)

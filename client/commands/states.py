@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.client.cli import JsonOption, errors_explained
+from penstock.client.cli import JsonOption, errors_explained, exchange_errors_explained
 from penstock.host.errors import ConfigError
 from penstock.host.stopping import interrupted_by_stop_signals
 
@@ -140,7 +140,7 @@ def export(
     """Writes a saved state as a Hugging Face model directory, its adapter alone, or weights and
     optimizer for another trainer.
     """
-    with errors_explained(), interrupted_by_stop_signals():
+    with exchange_errors_explained(as_json), interrupted_by_stop_signals():
         from penstock.client import export as exports
 
         options = exports.ExportOptions(

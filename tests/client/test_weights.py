@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
@@ -27,7 +28,7 @@ from penstock.client.weights.folder import (
     unfinished,
 )
 from penstock.host import files
-from penstock.host.errors import ConfigError
+from penstock.host.errors import CapacityError, ConfigError, LostMemberError, PenstockError
 
 KILLED = """
 import os, sys
@@ -146,6 +147,27 @@ def test_a_stop_signal_ends_an_export_in_order(
     )
     result = CliRunner().invoke(app, ["export", str(tmp_path), str(tmp_path / "out")])
     assert "penstock: interrupted" in result.output and result.exit_code
+
+
+@pytest.mark.parametrize("error", [CapacityError("no room"), LostMemberError("late")])
+def test_errors_of_exchanges_have_one_exit_code_and_are_json(
+    error: PenstockError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error.report = {"problems": ["missing"]}
+    config = tmp_path / "run.yaml"
+    config.write_text("model: {hf: {model_type: llama}}\ndata: {path: text.txt}\n")
+    for function, words in (
+        ("export.export", ["export", tmp_path, tmp_path / "out"]),
+        ("exchange.inspection.inspect", ["inspect", tmp_path]),
+        ("exchange.imports.check", ["import", tmp_path, "--config", config, "--run-dir", tmp_path]),
+    ):
+        monkeypatch.setattr(f"penstock.client.{function}", mock.Mock(side_effect=error))
+        options = ["--dry-run"] if words[0] == "import" else []
+        for extra in ([], ["--json"]):
+            result = CliRunner().invoke(app, [*map(str, words), *options, *extra])
+            assert result.exit_code == 2 and f"penstock: {error}" in result.stderr
+            report = json.dumps({**error.report, "error": str(error)}, indent=1) + "\n"
+            assert result.stdout == (report if extra else "")
 
 
 def test_an_export_follows_links_and_takes_an_empty_folder(tmp_path: Path) -> None:
