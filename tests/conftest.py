@@ -343,6 +343,7 @@ def no_leaks(request: pytest.FixtureRequest, made: Made, tools_forked: None) -> 
     cores, handlers = os.sched_getaffinity(0), signal_handlers()
     yield
     changed = restore_signal_handlers(handlers)
+    changed.pop(signal.SIGALRM, None)  # pytest-timeout's, which it drops when a test fails
     problems: dict[str, object] = {
         "child processes": settle(lambda: child_processes() - children),
         "threads": settle(lambda: {t for t in threading.enumerate() if t not in threads}),

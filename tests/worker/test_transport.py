@@ -265,6 +265,38 @@ def test_random_bytes_do_no_harm(pair: Pair) -> None:
     context.term()
 
 
+def test_a_full_inbox_whose_sender_has_gone_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """libzmq checks the end of its context at every hundredth message. Then the inbox is closed
+    with untaken messages, and libzmq no longer has a descriptor of their sender.
+    """
+    pair = Pair()
+    pair.sender.close()
+    count, is_last, is_closing = 0, threading.Event(), threading.Event()
+
+    def drop(reason: str) -> None:
+        nonlocal count
+        count += 1
+        if count < 100:
+            time.sleep(0.002)  # the next messages are there: libzmq counts on
+        elif count == 100:
+            is_last.set()
+            is_closing.wait(600.0)
+
+    monkeypatch.setattr(pair.receiver.metrics, "dropped", drop)
+    with zmq.Context() as context:
+        socket = raw_sender(context, pair.receiver.address)
+        for _ in range(300):
+            socket.send(b"")
+        socket.close()
+    assert is_last.wait(600.0)
+    closing = threading.Thread(target=pair.receiver.close, daemon=True)
+    closing.start()
+    time.sleep(0.2)  # the context has told the inbox of its end
+    is_closing.set()
+    closing.join(timeout=600.0)
+    assert not closing.is_alive(), "libzmq waits for a connection that has ended"
+
+
 @given(st.binary(max_size=64), st.lists(st.integers(0, 9), max_size=4).map(tuple))
 def test_decoding_buffers_gives_tensors_or_a_protocol_error(
     data: bytes, shape: tuple[int, ...]

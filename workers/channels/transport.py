@@ -112,6 +112,9 @@ class Transport:
         self._pull = self._context.socket(zmq.PULL)
         self._pull.set(zmq.RCVHWM, _UNREAD_MESSAGES)
         self._pull.set(zmq.MAXMSGSIZE, MAX_TENSOR_BYTES)
+        # Set here: libzmq refuses options once the context ends. With its default it would wait for
+        # a sender that has gone while the inbox was full.
+        self._pull.set(zmq.LINGER, 0)
         try:
             self._home = self._bind(bind_address)
         except BaseException:
@@ -308,7 +311,7 @@ class Transport:
                 except ProtocolError as error:
                     self._drop("malformed", str(error))
         except zmq.ContextTerminated:
-            self._pull.close(linger=0)
+            self._pull.close()
 
     def _accept(self, frames: Sequence[Any]) -> None:
         if len(frames) > 1 + MAX_TENSORS:
