@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -367,7 +368,8 @@ def shown(request: Request) -> Any:
 def read(path: Path, encoding: str = "utf-8", form: RecordForm | None = None) -> list[Any]:
     """All records of a file or folder in short."""
     source = find_source(str(path), encoding=encoding, any_records=True)
-    return [shown(request_of(r.place, r.fields, form)) for r in records(source)]
+    with closing(records(source)) as listed:  # an error keeps the file of an open generator open
+        return [shown(request_of(r.place, r.fields, form)) for r in listed]
 
 
 def written(path: Path, content: bytes | Folder) -> Path:
