@@ -66,20 +66,13 @@ class Import:
         return words
 
 
-class RefusedImportError(ConfigError):
-    """The checkpoint does not fit. ``report`` names each tensor and the problems."""
-
-    def __init__(self, message: str, report: Mapping[str, Any]) -> None:
-        super().__init__(message)
-        self.report = report
-
-
 def check(config: Config, request: Import, say: Say, starter: Starter | None) -> dict[str, Any]:
     """Returns the report of an import; writes nothing that stays. ``starter``: a faster way to
     start the processes that need torch; None: they are spawned.
 
     Raises:
-        RefusedImportError: the checkpoint does not fit the configuration.
+        ConfigError: the checkpoint does not fit the configuration; the error's ``report`` names
+            each tensor and the problems.
         PenstockError: the configuration or the checkpoint cannot be read.
     """
     if config.cluster.platform.builtin_model:
@@ -189,7 +182,7 @@ def _reported(
         run_tool(_TOOL, *arguments, log=log, progress=say, starter=starter)
     except PenstockError as error:
         if (fields := _read(report)) and fields["problems"]:
-            raise RefusedImportError(str(error), fields) from error
+            error.report = fields
         raise
     fields = _read(report)
     assert fields is not None, "the tool ended without an error"
