@@ -149,6 +149,19 @@ def test_a_block_one_step_behind_joins_only_while_its_gradients_stay() -> None:
     assert [(p.attempt, p.version, p.since_epoch) for p in pulls] == [(2, 2, 0)]
 
 
+@pytest.mark.parametrize("version", [0, 3])
+def test_a_block_two_steps_behind_or_one_ahead_is_read_again(version: int) -> None:
+    """The gradients that stay are those of one commit: older state would miss the one before."""
+    machine = MirrorMachine([MirroredBlock(index=4, contributions=1)], NOTHING)
+    machine.handle(DrainAsked(epoch=1))
+    machine.handle(FollowAsked(epoch=1, record=record_of(2, 2)))
+    seeded = Seeded(epoch=1, block=4, version=version, incarnation=INCARNATION)
+    assert machine.handle(seeded) == [Seed(epoch=1, block=4)]
+    assert machine.replica.missing == (4,)
+    one_behind = machine.handle(Seeded(epoch=1, block=4, version=1, incarnation=INCARNATION))
+    assert one_behind[0] == SetState(block=4, version=1)
+
+
 def test_a_block_one_step_behind_waits_for_its_owner_where_gradients_were_lost() -> None:
     machine = MirrorMachine([MirroredBlock(index=4, contributions=1)], NOTHING)
     machine.handle(DrainAsked(epoch=1))

@@ -141,6 +141,35 @@ def test_smoothed_losses_are_those_of_torch_and_transformers(chunk_rows: int) ->
     torch.testing.assert_close(loss, theirs, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("way", ["backward", "without autograd", "scores"])
+def test_losses_of_chunks_are_added_from_the_first_to_the_last(way: str) -> None:
+    """Weights of several magnitudes give each order of additions another sum."""
+    head = Head(torch.float32)
+    head.weights = torch.logspace(4.0, -3.0, ROWS)
+    rows = zip(head.hidden.detach(), head.labels, head.weights, strict=True)
+    logits_of = head.logits_over(head.block)
+    losses = [
+        F.cross_entropy(logits_of(row[None]).float(), label[None], reduction="none") * weight
+        for row, label, weight in rows
+        if label != -100
+    ]
+    wanted, other = torch.zeros(()), torch.zeros(())
+    for first, last in zip(losses, reversed(losses), strict=True):
+        wanted, other = wanted + first.detach().sum(), other + last.detach().sum()
+    assert not torch.equal(wanted, other)
+    targets = Targets(labels=head.labels, weights=head.weights)
+    if way == "scores":
+        with torch.no_grad():
+            loss = chunked_scores(logits_of, head.hidden, targets, chunk_rows=1).loss
+    elif way == "backward":
+        loss = head.loss(chunk_rows=1)
+        loss.backward()
+    else:
+        with torch.no_grad():
+            loss = head.loss(chunk_rows=1)
+    assert torch.equal(loss, wanted)
+
+
 def test_16_bit_gradients_of_a_chunk_reach_fp32_sums_one_by_one() -> None:
     head, plain = Head(torch.bfloat16), Head(torch.bfloat16)
     head.loss().backward()

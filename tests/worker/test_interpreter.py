@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +19,7 @@ from penstock.host.errors import ConfigError, ExitCode
 from penstock.protocol.plan.instructions import Opcode, parse_instruction
 from penstock.protocol.plan.plan import Plan, StageRange
 from penstock.protocol.run.executable import check_executable
+from penstock.shm.control import ControlView
 from penstock.workers.attempt import UnusedWorkError
 from penstock.workers.data import job_number
 from penstock.workers.handlers import HANDLERS
@@ -119,21 +122,32 @@ def test_a_missing_commit_ends_in_an_error_that_says_so(make_cluster: Any) -> No
     assert "waited 0.2 s for weights of block 0 at version 1: committed is 0" in str(result)
 
 
+@contextmanager
+def a_save_of(control: ControlView, blocks: Sequence[int]) -> Iterator[threading.Event]:
+    """Pins blocks for a second; the event is set just before the pins are removed."""
+    read = threading.Event()
+
+    def remove() -> None:
+        read.set()
+        for block in blocks:
+            control.set_pin(block, None)
+
+    for block in blocks:
+        control.set_pin(block, 0)
+    timer = threading.Timer(1.0, remove)
+    timer.start()
+    try:
+        yield read
+    finally:
+        timer.join()
+
+
 def test_the_deadline_of_weights_starts_when_a_save_has_read_the_block(make_cluster: Any) -> None:
     """A hold of the committed step overwrites the state, so the hold waits for the save."""
     cluster = make_cluster(workers=1, timeout_s=0.2)
-    control, read = cluster.memories[0].control, threading.Event()
-    control.set_pin(0, 0)
-
-    def let_go() -> None:
-        read.set()
-        control.set_pin(0, None)
-
-    timer = threading.Timer(1.0, let_go)
-    timer.start()
-    (result,) = cluster.run(replace(cluster.job(), base_version=1))
-    has_read = read.is_set()
-    timer.join()
+    with a_save_of(cluster.memories[0].control, [0]) as read:
+        (result,) = cluster.run(replace(cluster.job(), base_version=1))
+        has_read = read.is_set()
     assert "waited 0.2 s for weights of block 0 at version 1" in str(result)
     assert has_read
 
@@ -142,7 +156,9 @@ def test_the_deadline_of_weights_starts_when_a_save_has_read_the_block(make_clus
 def test_the_only_copy_of_gradients_waits_for_its_settle(
     make_cluster: Any, grad_dtype: str
 ) -> None:
-    """Those of version 1, which is committed, are not overwritten before the state has them."""
+    """Gradients of version 1, which is committed, are not overwritten before the state has them.
+    The deadline of the wait starts when a save has read the blocks.
+    """
     cluster = make_cluster(
         workers=1,
         model={"dtype": "bf16"},
@@ -158,9 +174,12 @@ def test_the_only_copy_of_gradients_waits_for_its_settle(
         memory.control.set_slot_version(block, 1, 1)
         grads[block][:] = 5
     memory.control.set_committed(1)
-    (result,) = cluster.run(replace(cluster.job(), base_version=1))
+    with a_save_of(memory.control, memory.owned_blocks()) as read:
+        (result,) = cluster.run(replace(cluster.job(), base_version=1))
+        has_read = read.is_set()
     assert isinstance(result, InstructionError)
     assert "waited 0.2 s for optimizerd to settle block" in str(result)
+    assert has_read
     assert "(its state is at 0)" in str(result)
     assert all((array == 5).all() for array in grads)
     for block in memory.owned_blocks():

@@ -182,6 +182,24 @@ def test_a_block_waits_for_its_settle_its_slot_and_all_its_gradients(site: Site)
     assert [block for block, _ in site.done] == [0]
 
 
+def test_the_deadline_of_a_settle_starts_when_a_save_has_read_the_block(site: Site) -> None:
+    control = site.memory.control
+    control.set_state_version(0, 7)
+    control.set_pin(0, 0)
+    site.publish(0)
+
+    def settle() -> None:
+        control.set_state_version(0, 0)
+        control.set_pin(0, None)
+
+    timer = threading.Timer(0.5, settle)
+    timer.start()
+    site.updates.start(0, site.scope(timeout_s=0.02))
+    site.updates.finish(site.abort)
+    timer.join()
+    assert [block for block, _ in site.done] == [0]
+
+
 def test_an_abort_ends_all_updates_and_nothing_is_written_after_it(site: Site) -> None:
     for block in (2, 1):
         site.publish(block)
