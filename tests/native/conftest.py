@@ -105,14 +105,17 @@ class Block:
         return self.master.tobytes(), self.exp_avg.tobytes(), self.exp_avg_sq.tobytes()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Kit:
-    """What test modules would import from here, were they packages."""
+    """What test modules would import from here, were they packages. ``earlier``: pool threads that
+    the process had before the test.
+    """
 
     aligned: Callable[[int, Any], NDArray[Any]] = aligned
     aligned_copy: Callable[[NDArray[Any]], NDArray[Any]] = aligned_copy
     bf16_bits: Callable[[NDArray[np.float32]], NDArray[np.uint16]] = bf16_bits
     block: Callable[[int, int], Block] = Block.random
+    earlier: frozenset[str] = frozenset()
 
     @staticmethod
     def hyper(step: int = 3, **changes: Any) -> _native.Hyper:
@@ -134,14 +137,21 @@ class Kit:
         values = [rng.standard_normal(num_elements, np.float32) for _ in range(count)]
         return [bf16_bits(v) if bf16 else aligned_copy(v) for v in values]
 
+    def num_pool_threads(self) -> int:
+        """Threads of pools that the test has started. An earlier test of the process may have a
+        pool in a cycle, which lives until the next collection.
+        """
+        return len(self.pool_threads() - self.earlier)
+
     @staticmethod
-    def num_pool_threads() -> int:
-        """Threads of this process that belong to pools."""
-        found = 0
+    def pool_threads() -> frozenset[str]:
+        """Ids of this process's threads that belong to pools."""
+        ids = set()
         for task in Path("/proc/self/task").iterdir():
             with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
-                found += (task / "comm").read_text().startswith("sweeps-core")
-        return found
+                if (task / "comm").read_text().startswith("sweeps-core"):
+                    ids.add(task.name)
+        return frozenset(ids)
 
 
 @pytest.fixture(scope="session")
@@ -159,6 +169,7 @@ def cores() -> list[int]:
 @pytest.fixture(autouse=True)
 def no_thread_left(kit: Kit) -> Iterator[None]:
     """Fail a test that leaves a pool's thread behind."""
+    kit.earlier = kit.pool_threads()
     yield
     assert kit.num_pool_threads() == 0
 

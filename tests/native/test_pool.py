@@ -18,11 +18,10 @@ import torch
 from penstock import _native
 
 
-def pool_tasks() -> dict[str, Path]:
-    """Status files of the pool threads, by thread name."""
-    tasks = Path("/proc/self/task").iterdir()
-    named = {(task / "comm").read_text().strip(): task / "status" for task in tasks}
-    return {name: status for name, status in named.items() if name.startswith("sweeps-core")}
+def pool_tasks(kit: Any) -> dict[str, Path]:
+    """Status files of the test's pool threads, by thread name."""
+    tasks = [Path("/proc/self/task") / thread for thread in kit.pool_threads() - kit.earlier]
+    return {(task / "comm").read_text().strip(): task / "status" for task in tasks}
 
 
 def field(status: Path, name: str) -> str:
@@ -32,9 +31,9 @@ def field(status: Path, name: str) -> str:
     )
 
 
-def test_each_thread_is_pinned_to_its_core_and_blocks_signals(cores: list[int]) -> None:
+def test_each_thread_is_pinned_to_its_core_and_blocks_signals(cores: list[int], kit: Any) -> None:
     with _native.Pool(cores[:2]) as pool:
-        tasks = pool_tasks()
+        tasks = pool_tasks(kit)
         assert pool.num_threads == len(cores[:2])
         assert set(tasks) == {f"sweeps-core{core}" for core in cores[:2]}
         for core in cores[:2]:
