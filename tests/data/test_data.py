@@ -209,6 +209,13 @@ def test_masked_tokens_are_to_be_predicted(token_file) -> None:
     assert (chosen.sum(axis=1) == 15).all() and inputs.max() <= 2001 and inputs.min() >= 0
 
 
+def test_a_short_sequence_has_a_masked_token(token_file) -> None:
+    """15 % of three tokens round to none, and a row without labels would train nothing."""
+    data = dataset(token_file, 3, shuffle=False, objective=MASKS)
+    (batch,), counted = micro_batches(data, 0, 20, 20)
+    assert ((batch.labels != -100).sum(axis=1) == 1).all() and counted == 20
+
+
 def test_masks_follow_from_the_sample_alone(token_file) -> None:
     """Whoever asks, in whatever micro-batches; each pass has masks of its own."""
     whole = masked(token_file, 0, 20, 20)
