@@ -9,13 +9,15 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaModel
 
 from penstock.config.adapter import AdapterConfig
 from penstock.config.schema import parse_config
 from penstock.host.errors import ConfigError
-from penstock.models.adapters.settings import is_adapter_tensor, resolved
+from penstock.models.adapters.modules import drawn
+from penstock.models.adapters.settings import Adapter, is_adapter_tensor, resolved
 from penstock.models.checkpoints.constants import narrowed
 from penstock.models.surgery.skeleton import build_skeleton
 from penstock.models.surgery.table import build_table
@@ -50,6 +52,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "embedding": {"r": 3, "targets": ["embed_tokens", "o_proj"]},
     "saved": {"r": 3, "modules_to_save": ["lm_head", "norm"]},
     "saved-layer": {"modules_to_save": ["mlp"]},
+    "saved-target": {"targets": ["q_proj", "lm_head"], "modules_to_save": ["lm_head"]},
+    "saved-beginning": {"targets": ["q_proj"], "modules_to_save": ["layers.1"]},
 }
 
 
@@ -217,6 +221,53 @@ def test_gradients_and_operations_are_those_of_peft(one_thread: None, model_type
     assert case.trainable_names() == [n for n in case.trainable_names() if is_adapter_tensor(n)]
     for name in case.trainable_names():
         torch.testing.assert_close(case.gradient(name), gradients[name], rtol=1e-4, atol=1e-5)
+
+
+def test_saved_modules_are_whole_names() -> None:
+    """layers.1 is no beginning of layers.10."""
+    adapter = Adapter(modules={}, saved=("model.layers.1",), dropout=0.0)
+    assert adapter.trains("model.layers.1.mlp.up_proj.weight")
+    assert not adapter.trains("model.layers.10.mlp.up_proj.weight")
+
+
+def test_first_numbers_follow_from_seed_and_name() -> None:
+    shape, name = (4, 8), "model.layers.0.self_attn.q_proj.lora_A.weight"
+    first = drawn(name, shape, 1)
+    assert torch.equal(drawn(name, shape, 1), first)
+    assert not torch.equal(drawn(name, shape, 2), first)
+
+
+def test_the_adapters_input_alone_is_dropped_out() -> None:
+    given = AdapterConfig(r=4, dropout=0.5, targets=("q_proj",))
+    skeleton = build_skeleton(make_hf_config(make_config("llama")), given)
+    module = skeleton.model.get_submodule("model.layers.0.self_attn.q_proj").to_empty(device="cpu")
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape))
+    rows = torch.randn(3, module.in_features)
+    torch.manual_seed(2)
+    output = module.train()(rows)
+    torch.manual_seed(2)
+    dropped = nn.functional.dropout(rows, 0.5)
+    added = dropped @ module.lora_A.weight.T @ module.lora_B.weight.T * module.lora_scale
+    assert not torch.equal(dropped, rows)
+    torch.testing.assert_close(output, rows @ module.weight.T + added)
+
+
+def test_a_scaled_embedding_scales_its_adapter_as_in_peft(one_thread: None) -> None:
+    """Gemma multiplies the rows of its embedding; PEFT multiplies those of the adapter, too."""
+    given = AdapterConfig(r=3, alpha=5, targets=("embed_tokens",))
+    changes = {"tie_word_embeddings": False}
+    case = make_case("gemma2", adapter=given, adapt=with_peft, **changes)
+    assert case.original.get_input_embeddings().base_layer.embed_scale != 1.0
+    batch = make_batch()
+    original_loss(case.original, batch).backward()
+    case.train([], batch)
+    gradients = {our_name(n): p.grad for n, p in case.original.named_parameters()}
+    for name in case.trainable_names():
+        torch.testing.assert_close(case.gradient(name), gradients[name], rtol=1e-4, atol=1e-5)
+    assert any(case.gradient(name).any() for name in case.trainable_names())
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])

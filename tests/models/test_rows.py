@@ -351,7 +351,7 @@ def test_rows_come_from_the_cache_and_damage_is_found(tmp_path: Path) -> None:
 def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
     path = written(tmp_path, [{"input_ids": [1, 256]}, {"input_ids": [1, 257]}])
     with pytest.raises(
-        ConfigError, match="line 2: has the token 257, and the model has a vocabulary of 257$"
+        ConfigError, match=r"line 2: has the token 257, and the model has a vocabulary of 257$"
     ):
         made(tmp_path, {"path": str(path)})
 
