@@ -172,6 +172,41 @@ def test_lengths_that_would_shift_parameters_are_refused(fault: str, tmp_path: P
         open_checkpoint(tmp_path)
 
 
+def test_gaps_between_parameters_are_left_out(tmp_path: Path) -> None:
+    """DeepSpeed aligns each parameter of a group, and names the gap behind it."""
+    for rank in range(2):
+        fields = {
+            "zero_stage": 1,
+            "partition_count": 2,
+            "single_partition_of_fp32_groups": [torch.arange(3.0) + 3 * rank],
+            "base_optimizer_state": {"state": {0: {"step": 1}}, "param_groups": [{"params": [0]}]},
+            "param_alignment_paddings": [[1, 0]],
+        }
+        torch.save({"optimizer_state_dict": fields}, tmp_path / RANK.format(rank))
+    shapes = {"module": {}, "param_shapes": [{"a": torch.Size([2]), "b": torch.Size([3])}]}
+    torch.save(shapes, tmp_path / "mp_rank_00_model_states.pt")
+    tensors = {tensor.name: tensor.load().tolist() for tensor in open_checkpoint(tmp_path).tensors}
+    assert tensors == {"a": [0, 1], "b": [3, 4, 5]}
+
+
+def test_odd_parameters_of_stage_3_are_cut_behind_their_middle(tmp_path: Path) -> None:
+    """Each rank has a part of each parameter. The last rank's part has padding."""
+    parts = ([0.0, 1.0, 2.0, 10.0, 11.0], [3.0, 4.0, -1.0, 12.0, -1.0])
+    shapes = {"a": torch.Size([5]), "b": torch.Size([3])}
+    for rank, values in enumerate(parts):
+        fields = {
+            "zero_stage": 3,
+            "partition_count": 2,
+            "fp32_flat_groups": [torch.tensor(values)],
+            "optimizer_state_dict": {"state": {0: {"step": 1}}, "param_groups": [{"params": [0]}]},
+        }
+        torch.save({"optimizer_state_dict": fields}, tmp_path / RANK.format(rank))
+        model = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+        torch.save({"module": {}, "param_shapes": [shapes]}, tmp_path / model)
+    tensors = {tensor.name: tensor.load().tolist() for tensor in open_checkpoint(tmp_path).tensors}
+    assert tensors == {"a": [0, 1, 2, 3, 4], "b": [10, 11, 12]}
+
+
 def test_missing_model_states_and_tags_are_named(tmp_path: Path) -> None:
     root = unpacked("zero1", tmp_path)
     (root / "global_step3" / "mp_rank_00_model_states.pt").unlink()
