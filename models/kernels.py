@@ -36,7 +36,6 @@ from penstock.models.binding import TORCH_DTYPES
 from penstock.models.compiled import Compiler
 from penstock.models.surgery.decoder_parts import BatchTensors, DecoderParts, LayerCall
 from penstock.models.surgery.hf import load_run_config
-from penstock.models.surgery.positions import check_restarts
 from penstock.models.surgery.skeleton import build_skeleton
 from penstock.models.torch_device import first_device, repeat_bits
 from penstock.models.torch_internals import TorchDispatchMode
@@ -209,13 +208,10 @@ def _calls(
     hf_config = load_run_config(run_dir)
     skeleton = build_skeleton(hf_config)
     data = TrainingData.of(run_dir, config)
-    packed = data is not None and data.packs_samples
-    if packed:
-        name, remedy = "data.packing: best-fit", "data.packing: none"
-        check_restarts(hf_config, config.data.sequence_length, name, remedy)
+    restarts = data is not None and data.restarts_positions
     length = min(config.data.sequence_length, _ROWS)
     positions = None
-    if config.data.document_masks or packed:
+    if config.data.document_masks or restarts:
         half = torch.arange(length) % max(1, length // 2)
         positions = half[None].to(device)
     for module in skeleton.model.modules():

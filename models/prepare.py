@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from penstock.config.values import AUTO
 from penstock.host.errors import ConfigError, StateError
 from penstock.host.files import DAMAGED, parse_json, write_atomically
 from penstock.models.adapters.files import SETTINGS, WEIGHTS, read_kept, read_settings
+from penstock.models.apart.verdicts import sharing_of
 from penstock.models.checkpoints.carried import keep_carried
 from penstock.models.checkpoints.causes import check_folder, check_model_folder
 from penstock.models.checkpoints.files import has_weights
@@ -33,6 +35,7 @@ from penstock.models.data.objectives import own_objective
 from penstock.models.data.rows.evaluation import SetPreparation, is_whole
 from penstock.models.data.rows.packing import Packing
 from penstock.models.data.rows.row_file import RowLayout
+from penstock.models.data.rows.sharing import Measured
 from penstock.models.data.rows.sources import RunSources, open_sources
 from penstock.models.data.token_sources import file_stamps, fingerprint_of
 from penstock.models.data.tokenizer import Tokenizer, open_tokenizer
@@ -88,10 +91,11 @@ def prepare(
         # Before the data, which may take minutes.
         check_groups(RunDirectory(run_dir).table, config.optimizer.groups)
     if not table_only:
-        sources = open_sources(config, tokenizer, marks, run_dir, progress)
+        measured = cache(partial(sharing_of, config, run_dir))
+        sources = open_sources(config, tokenizer, marks, run_dir, progress, measured)
         made = _prepare_data(config, run_dir, sources, progress)
         if not data_only:
-            _prepare_sets(config, run_dir, tokenizer, marks, progress)
+            _prepare_sets(config, run_dir, tokenizer, marks, progress, measured)
         if not data_only:
             _check_batches(config, made)
         _check_ends(config, made)
@@ -302,6 +306,7 @@ def _prepare_sets(
     tokenizer: Tokenizer | None,
     marks: Marks | None,
     progress: Progress,
+    measured: Measured,
 ) -> None:
     """Makes the data of evaluation sets, and removes those that the configuration does not have."""
     meta = run_dir / "data" / "meta.json"
@@ -315,6 +320,7 @@ def _prepare_sets(
         packs=layout is not None and layout.packing == Packing.BEST_FIT.value,
         keeps=RunDirectory(run_dir).has_started,
         progress=progress,
+        measured=measured,
     )
     needed = preparation.needed(recorded)
     entries = {name: entry for name, entry in recorded.items() if name not in needed}

@@ -207,9 +207,16 @@ def token_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def token_cache(
     token_caches: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An empty cache of tokens for each test, made when the test keeps tokens."""
+    """An empty cache of tokens for each test, made when the test keeps tokens. All tests share the
+    measurements of models, as all runs of a user do.
+    """
     name = hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16]
     monkeypatch.setenv("XDG_CACHE_HOME", str(token_caches / name))
+    shared = token_caches / "session" / "penstock-sharing"
+    shared.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (token_caches / name).mkdir(exist_ok=True)
+    with suppress(FileExistsError):
+        (token_caches / name / shared.name).symlink_to(shared)
 
 
 @pytest.fixture(scope="session", autouse=True)

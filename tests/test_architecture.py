@@ -66,9 +66,10 @@ FLOORS = {
         surgery
         binding
         checkpoints compiled saved_activations split_backward
-        kernels
-        prepare forward_storage
+        kernels forward_storage
         runtime
+        apart
+        prepare
         profiling inference exchange""",
     "daemons": """kit preload
         memory fetch monitor

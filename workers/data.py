@@ -38,7 +38,7 @@ from penstock.models.data.chunks import Checksums
 from penstock.models.data.marks import end_ids
 from penstock.models.data.objectives import Masked, NextToken, Objective, own_objective
 from penstock.models.data.rows.references import read_references
-from penstock.models.data.rows.row_file import RowFile, RowLayout, batch_of
+from penstock.models.data.rows.row_file import RowFile, RowLayout
 from penstock.protocol.run.checksums import read_checked
 
 _log = logging.getLogger(__name__)
@@ -182,7 +182,7 @@ class RowDataset:
         batches = []
         for start in range(0, count, micro_batch):
             part = slice(start, start + micro_batch)
-            batch = batch_of(rows[part], layout.length, layout.pad, weights[part])
+            batch = layout.batch(rows[part], weights[part])
             if self.pairs is not None:
                 preferences = self.pairs.preferences(numbers[part])
                 batch = dataclasses.replace(batch, preferences=preferences)

@@ -30,7 +30,7 @@ from penstock.models.data.chunks import SAY_EVERY_S
 from penstock.models.data.marks import end_ids, marks_of_text
 from penstock.models.data.objectives import NextToken
 from penstock.models.data.rows.evaluation import with_training_data
-from penstock.models.data.rows.row_file import RowFile, RowLayout, batch_of
+from penstock.models.data.rows.row_file import RowFile, RowLayout
 from penstock.models.data.rows.sources import makes_rows, sources_of
 from penstock.models.data.tokenizer import open_tokenizer
 from penstock.models.inference.lines import note, write_line
@@ -132,7 +132,7 @@ def prepared_rows(place: ModelPlace, file: str, scratch: Path) -> PreparedRows:
     )
     file_of_rows = RowFile(directory / entry["path"], layout)
     numbers = range(layout.rows)
-    batches = (batch_of([file_of_rows.row(n)], layout.length, layout.pad) for n in numbers)
+    batches = (layout.batch([file_of_rows.row(n)]) for n in numbers)
     return PreparedRows(count=layout.rows, batches=batches)
 
 

@@ -39,7 +39,7 @@ from penstock.models.data.batch import MicroBatch, Preferences
 from penstock.models.data.cache import Made, NewFile, TokenCache, cached
 from penstock.models.data.chunks import SAY_EVERY_S, Checksums, ChunkHasher, Progress
 from penstock.models.data.rows.references import FIELD, NUMBER, references_path
-from penstock.models.data.rows.row_file import RowFile, RowLayout, batch_of
+from penstock.models.data.rows.row_file import RowFile, RowLayout
 from penstock.models.data.token_sources import file_stamps, fingerprint_of
 from penstock.models.runtime import ModelRuntime
 from penstock.models.surgery.hf import load_run_adapter, load_run_config
@@ -334,7 +334,7 @@ class _Partial:
 
 def _batch(file: RowFile, rows: range) -> MicroBatch:
     """Returns rows as a micro-batch of pairs with references of 0, which the head leaves alone."""
-    batch = batch_of([file.row(n) for n in rows], file.layout.length, file.layout.pad)
+    batch = file.layout.batch([file.row(n) for n in rows])
     zeros = Preferences(references=np.zeros(len(rows)), beta=1.0)
     return MicroBatch(input_ids=batch.input_ids, labels=batch.labels, preferences=zeros)
 

@@ -7,7 +7,6 @@ sliding windows, rotary variants and soft-capped logits are those of the model's
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -184,10 +183,9 @@ class DecoderParts:
         if batch.position_ids is not None:
             if not self._accepts_positions:
                 raise ConfigError(
-                    "data.document_masks or data.packing best-fit: the decoder of model type"
-                    f" {self._skeleton.model.config.model_type!r} takes no position ids, so"
-                    " documents cannot be kept apart; set data.document_masks: false and"
-                    " data.packing: none"
+                    f"model: the decoder of type {self._skeleton.model.config.model_type!r} takes"
+                    " no position ids, so documents of a row cannot be kept apart; set"
+                    " data.document_masks: false and data.packing: none"
                 )
             arguments["position_ids"] = batch.position_ids
         return arguments
@@ -202,13 +200,12 @@ class LayerCalls:
         self.by_shape: dict[tuple[int, int], tuple[LayerCall, ...]] = {}
         self._parts = parts
         self._latest: tuple[MicroBatch, tuple[LayerCall, ...]] | None = None
-        self._documents_apart = False
 
     def of(self, batch: MicroBatch, tensors: BatchTensors) -> tuple[LayerCall, ...]:
         """Returns one call per layer; ``tensors`` are those of ``batch``.
 
         Raises:
-            ConfigError: documents are to be kept apart, and the decoder cannot.
+            ConfigError: the batch has position ids, and the decoder takes none.
         """
         if tensors.plain:
             calls = self.by_shape.get(tensors.shape)
@@ -217,9 +214,6 @@ class LayerCalls:
             return calls
         if self._latest is None or self._latest[0] is not batch:
             calls = self._parts.layer_calls(tensors)
-            if batch.document_ids is not None and not self._documents_apart:
-                ids = torch.from_numpy(batch.document_ids)
-                self._documents_apart = check_documents_apart(calls, ids)
             # The batch is held, too, so that no other one can have its identity.
             self._latest = (batch, calls)
         return self._latest[1]
@@ -251,35 +245,3 @@ def _decoder_output() -> type[Any]:
                 raise AttributeError(name)
 
     return DecoderOutput
-
-
-def check_documents_apart(calls: Sequence[LayerCall], document_ids: torch.Tensor) -> bool:
-    """Refuses models with a decoder that ignores restarting position ids when it makes masks.
-
-    ``document_ids`` is (micro_batch, sequence), int64, on the host. Masks are (micro_batch or 1,
-    heads or 1, sequence, sequence), bool or added to scores. Returns whether the batch has a border
-    between documents to check. On a GPU the check makes the host wait, so callers stop after the
-    first.
-
-    Raises:
-        ConfigError: a layer would attend from one document to another.
-    """
-    borders = torch.nonzero(torch.diff(document_ids, dim=1))
-    if len(borders) == 0:
-        return False
-    row, query = int(borders[0][0]), int(borders[0][1]) + 1
-    for call in calls:
-        values = (*call.args, *call.kwargs.values())
-        masks = [v for v in values if isinstance(v, torch.Tensor) and v.ndim == 4]
-        if not masks or any(_attends(mask, row, query, query - 1) for mask in masks):
-            raise ConfigError(
-                "data.document_masks or data.packing best-fit: this model type builds no masks that"
-                " keep documents apart; set data.document_masks: false and data.packing: none"
-            )
-    return True
-
-
-def _attends(mask: torch.Tensor, row: int, query: int, key: int) -> bool:
-    # Added masks have a large negative number (the dtype's least) at masked positions.
-    value = mask[row if mask.shape[0] > 1 else 0, 0, query, key]
-    return bool(value) if mask.dtype is torch.bool else float(value) > -1.0

@@ -29,8 +29,7 @@ def check_positions(config: Config, hf_config: PretrainedConfig, skeleton: Skele
     """Refuses sequences that are longer than a table of positions.
 
     Raises:
-        ConfigError: names ``data.sequence_length``; or ``data.document_masks`` if frequencies would
-            depend on the documents that a process has seen before.
+        ConfigError: names ``data.sequence_length``.
     """
     length = config.data.sequence_length
     rows = _rows(hf_config, skeleton, length)
@@ -38,26 +37,6 @@ def check_positions(config: Config, hf_config: PretrainedConfig, skeleton: Skele
         raise ConfigError(
             f"data.sequence_length = {length}: the model has a table of {rows} positions; give at"
             " most that"
-        )
-    if config.data.document_masks:
-        check_restarts(hf_config, length, "data.document_masks: true", "data.document_masks: false")
-
-
-def check_restarts(hf_config: PretrainedConfig, length: int, name: str, remedy: str) -> None:
-    """Refuses positions that restart with each document if frequencies would depend on the
-    documents that a process has seen before. ``name`` is the key that keeps documents apart, and
-    ``remedy`` the key that does not.
-
-    Raises:
-        ConfigError: begins with ``name``.
-    """
-    declared = getattr(hf_config, _LENGTH, None)
-    longer = isinstance(declared, int) and length > declared
-    if longer and "dynamic" in _rope_types(hf_config):
-        raise ConfigError(
-            f"{name}: with rope_type 'dynamic' and more than {declared}"
-            f" positions ({_LENGTH}) frequencies depend on the longest document seen so far; set"
-            f" {remedy}, or data.sequence_length to at most {declared}"
         )
 
 
@@ -154,12 +133,3 @@ def _layers_have_tables(hf_config: PretrainedConfig) -> bool:
 def _layer_sizes(skeleton: Skeleton) -> list[tuple[str, torch.Size]]:
     tensors = (*skeleton.layers.named_buffers(), *skeleton.layers.named_parameters())
     return [(name, tensor.shape) for name, tensor in tensors]
-
-
-def _rope_types(hf_config: PretrainedConfig) -> set[str]:
-    """Returns the ways in which layers of a model make their rotary frequencies."""
-    declared = getattr(hf_config, "rope_parameters", None)
-    if not isinstance(declared, dict):
-        return set()
-    kinds = [declared, *(kind for kind in declared.values() if isinstance(kind, dict))]
-    return {str(kind["rope_type"]) for kind in kinds if "rope_type" in kind}

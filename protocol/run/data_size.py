@@ -25,10 +25,34 @@ CUTS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LimitedLengths:
+    """Tokens of the shortest and the longest sample of a split, and the ``limit`` beyond which the
+    longest sample of a micro-batch decides the rotary frequencies of all.
+    """
+
+    shortest: int
+    longest: int
+    limit: int
+
+    @classmethod
+    def of(cls, rows: Mapping[str, Any]) -> LimitedLengths | None:
+        """Returns the lengths of a file of rows; None without a limit."""
+        if not rows.get("limit"):
+            return None
+        return cls(**{name: int(rows[name]) for name in cls.__slots__})
+
+    @property
+    def mixed(self) -> bool:
+        """True if some samples are beyond the limit and others are not."""
+        return self.shortest <= self.limit < self.longest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RowCounts:
     """Counts of the preparation of rows. A sample belongs to a record, and lies in a row of up to
     ``length`` tokens. ``counted`` tokens take part in the loss. ``cuts``: records and samples that
-    were cut or left out, by reason.
+    were cut or left out, by reason. ``lengths``: those of samples, if the longest one of a
+    micro-batch may decide the frequencies of all.
     """
 
     records: int
@@ -38,6 +62,7 @@ class RowCounts:
     tokens: int
     counted: int
     cuts: Mapping[str, int]
+    lengths: LimitedLengths | None = None
 
     @classmethod
     def of(cls, split: Mapping[str, Any]) -> RowCounts | None:
@@ -52,6 +77,7 @@ class RowCounts:
         return cls(
             records=int(tally["records"]),
             cuts={name: int(tally.get(name, 0)) for name in CUTS},
+            lengths=LimitedLengths.of(rows),
             **{name: int(rows[name]) for name in names},
         )
 
@@ -82,9 +108,12 @@ class TrainingData:
     counts: RowCounts | None = None
 
     @property
-    def packs_samples(self) -> bool:
-        """True if rows hold several samples, which are kept apart."""
-        return self.counts is not None and self.counts.samples > self.counts.rows
+    def restarts_positions(self) -> bool:
+        """True if positions restart within rows: these hold several samples, or padding that
+        decides no frequencies.
+        """
+        counts = self.counts
+        return counts is not None and (counts.samples > counts.rows or counts.lengths is not None)
 
     @classmethod
     def of(cls, run_dir: Path, config: Config) -> TrainingData | None:
@@ -115,6 +144,23 @@ class TrainingData:
         passes = epochs(steps * global_batch / self.samples) if self.samples else "no"
         sizes = f"{self.tokens:,} tokens" if self.counts is None else str(self.counts)
         return f"data: {sizes}; {steps:,} steps of {global_batch} sequences are {passes} epochs"
+
+
+def mixed_lengths(run_dir: Path) -> LimitedLengths | None:
+    """Returns the lengths of the first split with samples on both sides of a limit; None without
+    one.
+
+    Raises:
+        StateError: the data's description is damaged.
+    """
+    if not (run_dir / "data" / "meta.json").is_file():
+        return None
+    splits = json.loads(read_checked(run_dir, "data/meta.json")).values()
+    for split in splits:
+        lengths = LimitedLengths.of(split.get("rows") or {}) if isinstance(split, dict) else None
+        if lengths is not None and lengths.mixed:
+            return lengths
+    return None
 
 
 def with_known_steps(config: Config, run_dir: Path) -> Config:

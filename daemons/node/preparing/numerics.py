@@ -75,7 +75,7 @@ def write_numerics(
     kernels = None if config.cluster.platform.builtin_model else _kernels(directory.path)
     compiled = config.model.compile is True and kernels is not None
     data = TrainingData.of(directory.path, config)
-    apart = config.data.document_masks or (data is not None and data.packs_samples)
+    apart = config.data.document_masks or (data is not None and data.restarts_positions)
     numerics = Numerics(
         plan=directory.plan_digest,
         batch=Batch(

@@ -78,7 +78,7 @@ from penstock.protocol.plan.groups import check_groups
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.run.bases.base_identity import present_bytes
 from penstock.protocol.run.checksums import ADAPTER, CONSTANTS, MADE, read_checked, recorded_values
-from penstock.protocol.run.data_size import with_known_steps
+from penstock.protocol.run.data_size import mixed_lengths, with_known_steps
 from penstock.protocol.run.hardware.cpus import check_cpus
 from penstock.protocol.run.hardware.placement import check_cores
 from penstock.protocol.run.rundir import RunDirectory
@@ -250,6 +250,7 @@ def _make_ready(
         run_models_prepare(
             config, run_dir, "--kernels", progress=progress, lock=lock, starter=starter
         )
+    config = _with_lone_rows(config, run_dir)
     if config.trains_on_pairs and (makes_inputs or _lacks_references(run_dir)):
         _make_references(config, directory, progress, lock, starter)
     config = with_attention(with_known_steps(config, run_dir), chosen_attention(config, run_dir))
@@ -297,6 +298,29 @@ def _make_inputs(
         write_model(Emulation.of(config), directory.path)
     run_models_prepare(config, directory.path, progress=progress, lock=lock, starter=starter)
     directory.record_checksums(fixed_values(config))
+
+
+def _with_lone_rows(config: Config, run_dir: Path) -> Config:
+    """Returns the configuration with micro-batches of one row, if rows of the prepared data would
+    change each other.
+
+    Raises:
+        ConfigError: ``train.micro_batch`` asks for more rows.
+    """
+    lengths = mixed_lengths(run_dir)
+    if lengths is None or config.train.micro_batch == 1:
+        return config
+    if config.train.micro_batch == CHOSEN_LATER and not config.trains_on_pairs:
+        return config.with_micro_batch(1)
+    name = f"train.micro_batch = {config.train.micro_batch}"
+    remedies = ["train.micro_batch: 1", f"data.sequence_length to at most {lengths.limit}"]
+    if config.trains_on_pairs:
+        name, remedies = "data.objective = 'dpo'", remedies[1:]
+    raise ConfigError(
+        f"{name}: samples have {lengths.shortest} to {lengths.longest} tokens, and in this model a"
+        f" sample beyond {lengths.limit} changes the rotary frequencies of the other rows of its"
+        f" micro-batch; set {' or '.join(remedies)}"
+    )
 
 
 def _make_references(

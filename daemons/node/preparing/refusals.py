@@ -21,6 +21,7 @@ _DATA = "data/meta.json"
 _WRITTEN = (
     *CHECKED_FILES,
     "model/meta.json",
+    "model/sharing.json",
     "places.json",
     KERNELS,
     "software.json",

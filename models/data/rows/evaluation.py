@@ -26,6 +26,7 @@ from penstock.models.data.rows.packing import Packing
 from penstock.models.data.rows.references import has_references
 from penstock.models.data.rows.registry import registered
 from penstock.models.data.rows.row_file import RowLayout
+from penstock.models.data.rows.sharing import Measured
 from penstock.models.data.rows.sources import RunSources, makes_rows, sources_of
 from penstock.models.data.tokenizer import Tokenizer
 
@@ -81,6 +82,7 @@ def with_training_data(config: Config, source: SourceConfig) -> Config:
 class SetPreparation:
     """The preparation of a run's sets. ``packs``: rows of the training data hold several samples,
     so the model keeps samples apart. ``keeps``: the run has started, and keeps its data.
+    ``measured`` returns how samples of the model can share rows.
     """
 
     config: Config
@@ -90,6 +92,7 @@ class SetPreparation:
     packs: bool
     keeps: bool
     progress: Progress
+    measured: Measured
 
     def needed(self, entries: Mapping[str, Any]) -> dict[str, EvaluationSetConfig]:
         """Returns the sets without usable files, by split. ``entries``: those of ``meta.json``.
@@ -149,7 +152,13 @@ class SetPreparation:
             # Not each type of model keeps samples of a row apart, and this run does not need it.
             config = _packed(config, Packing.NONE.value)
         return sources_of(
-            config, self.tokenizer, self.marks, self.run_dir, progress, makes_rows=rows
+            config,
+            self.tokenizer,
+            self.marks,
+            self.run_dir,
+            progress,
+            self.measured,
+            makes_rows=rows,
         )
 
     def _check(self, made: Mapping[str, Any], each: EvaluationSetConfig) -> None:

@@ -34,6 +34,8 @@ ID = BEGINS - 1
 _TOKEN, _NUMBER, _WEIGHT = np.dtype("<u4"), np.dtype("<i8"), np.dtype("<f4")
 _WRITE_TOKENS = _READ_TOKENS = 1 << 20
 
+_LENGTHS = ("limit", "shortest", "longest")
+
 Tokens = NDArray[np.uint32]
 Weights = NDArray[np.float32]
 
@@ -45,7 +47,9 @@ class RowLayout:
     """Sizes of a file of rows, as ``rows`` of an entry of ``meta.json``.
 
     ``length`` is the number of tokens of a row; a row may end before. ``pad`` is the id behind its
-    end. ``weighted``: each token has a weight.
+    end. ``weighted``: each token has a weight. ``limit``: tokens beyond which the longest sample of
+    a micro-batch decides the frequencies of all, with the tokens of the ``shortest`` and the
+    ``longest`` sample; 0 without such a limit.
     """
 
     rows: int
@@ -56,6 +60,9 @@ class RowLayout:
     pad: int
     packing: str
     weighted: bool = False
+    limit: int = 0
+    shortest: int = 0
+    longest: int = 0
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> RowLayout | None:
@@ -67,14 +74,27 @@ class RowLayout:
         fields = entry.get("rows")
         if fields is None:
             return None
-        words = ("packing", "weighted")
-        numbers = {name: int(fields[name]) for name in cls.__slots__ if name not in words}
-        weighted = bool(fields.get("weighted", False))
-        return cls(**numbers, packing=str(fields["packing"]), weighted=weighted)
+        needed = ("rows", "samples", "tokens", "counted", "length", "pad")
+        return cls(
+            **{name: int(fields[name]) for name in needed},
+            **{name: int(fields.get(name, 0)) for name in _LENGTHS},
+            packing=str(fields["packing"]),
+            weighted=bool(fields.get("weighted", False)),
+        )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields for ``meta.json``; ``weighted`` only if it is true."""
-        return {name: value for name, value in asdict(self).items() if value is not False}
+        """Returns the fields for ``meta.json``; ``weighted`` only if it is true, and lengths only
+        with a limit.
+        """
+        unset = {*_LENGTHS} if not self.limit else set()
+        fields = asdict(self)
+        return {n: v for n, v in fields.items() if v is not False and n not in unset}
+
+    def batch(
+        self, rows: Sequence[Tokens], weights: Sequence[Weights | None] | None = None
+    ) -> MicroBatch:
+        """Returns the micro-batch of rows; see :func:`batch_of`. Padding decides no frequencies."""
+        return batch_of(rows, self.length, self.pad, weights, lone_padding=self.limit > 0)
 
     @property
     def num_bytes(self) -> int:
@@ -265,13 +285,16 @@ def batch_of(
     length: int,
     pad: int,
     weights: Sequence[Weights | None] | None = None,
+    *,
+    lone_padding: bool = False,
 ) -> MicroBatch:
     """Returns the micro-batch of rows of marked tokens, (rows, length). ``weights`` are those of
     each row's tokens; a label has the weight of its token.
 
     A label is the next token of the same sample where this token counts, else -100. With several
     samples in a row, positions restart at 0 and attention stays inside a sample. Ids ``pad`` behind
-    the end belong to the last sample, and have no label.
+    the end belong to the last sample, and have no label. With ``lone_padding`` each of them is a
+    document of its own, at position 0.
     """
     inputs = np.full((len(rows), length), pad, dtype=np.int64)
     labels = np.full_like(inputs, IGNORED_LABEL)
@@ -279,6 +302,7 @@ def batch_of(
     for number, row in enumerate(rows):
         inputs[number, : len(row)] = row & ID
         begins[number, 1 : len(row)] = row[1:] & BEGINS != 0
+        begins[number, len(row) :] = lone_padding
         counts = (row[1:] & COUNTS != 0) & ~begins[number, 1 : len(row)]
         places = np.flatnonzero(counts)
         labels[number, places] = inputs[number, places + 1]

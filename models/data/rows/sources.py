@@ -32,6 +32,7 @@ from penstock.models.data.rows.origins import Origin, origins_of
 from penstock.models.data.rows.packing import Packing, alone, best_fit
 from penstock.models.data.rows.row_file import RowLayout, Weights, count_counted, write_rows
 from penstock.models.data.rows.samples import Numbered, SampleStream, Way
+from penstock.models.data.rows.sharing import Measured, Sharing
 from penstock.models.data.rows.wrapped import wrapped_text
 from penstock.models.data.sources import PLAIN_TEXT, find_source, format_of
 from penstock.models.data.token_sources import (
@@ -100,9 +101,11 @@ def open_sources(
     marks: Marks | None,
     run_dir: Path,
     progress: Progress,
+    measured: Measured = Sharing,
 ) -> RunSources:
     """Returns the sources of rows, or of plain tokens. A run that has started keeps the kind that
-    it was prepared with, also if the files of its data are gone.
+    it was prepared with, also if the files of its data are gone. ``measured`` returns how samples
+    of the run's model can share rows.
 
     Raises:
         ConfigError: a file of ``data.path`` cannot be read, or keys and records do not fit.
@@ -110,7 +113,7 @@ def open_sources(
     rows = _prepared_rows(run_dir)
     if rows is None:
         rows = tokenizer is not None and makes_rows(config)
-    return sources_of(config, tokenizer, marks, run_dir, progress, makes_rows=rows)
+    return sources_of(config, tokenizer, marks, run_dir, progress, measured, makes_rows=rows)
 
 
 def sources_of(
@@ -119,12 +122,19 @@ def sources_of(
     marks: Marks | None,
     run_dir: Path,
     progress: Progress,
+    measured: Measured = Sharing,
     *,
     makes_rows: bool,
 ) -> RunSources:
-    """Returns the sources of rows, or of plain tokens."""
+    """Returns the sources of rows, or of plain tokens.
+
+    Raises:
+        ConfigError: documents of rows are to be kept apart, and the model cannot.
+    """
     if tokenizer is not None and makes_rows:
-        return RowSources(config, tokenizer, run_dir, progress)
+        return RowSources(config, tokenizer, run_dir, progress, measured)
+    if config.data.document_masks:
+        measured().check_documents()
     texts = partial(wrapped_text, config, progress=progress) if config.data.sources else None
     return TokenSources(config, tokenizer, marks, run_dir, progress, texts)
 
@@ -173,15 +183,26 @@ class RowSources:
     """Sources of a run's rows, and the fingerprint of all that decides them."""
 
     def __init__(
-        self, config: Config, tokenizer: Tokenizer, run_dir: Path, progress: Progress
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        run_dir: Path,
+        progress: Progress,
+        measured: Measured,
     ) -> None:
         self._config, self._tokenizer, self._progress = config, tokenizer, progress
-        data = config.data
+        self._measured = measured
         self._vocab_size = RunDirectory(run_dir).table.vocab_size
-        alone = data.packing == "none" or config.trains_on_pairs
-        self._packing = Packing.NONE if alone else Packing.BEST_FIT
         self.holds_out = config.holds_out
-        self.has_eval_text = self.holds_out and data.eval_path is not None
+        self.has_eval_text = self.holds_out and config.data.eval_path is not None
+
+    @cached_property
+    def _sharing(self) -> Sharing:
+        return self._measured()
+
+    @cached_property
+    def _packing(self) -> Packing:
+        return self._sharing.packing(self._config, self._progress)
 
     @cached_property
     def _way(self) -> Way:
@@ -227,8 +248,10 @@ class RowSources:
         data = self._config.data
         # Rows that were made before other objectives existed keep their fingerprint.
         objective = [data.objective] if data.objective in RECORD_OBJECTIVES else []
+        limit = self._sharing.limit
         return [
             *objective,
+            *([] if limit is None else ["limit", limit, data.packing]),
             _FORMAT,
             tokenizer_sum(self._tokenizer),
             self._way.key,
@@ -352,7 +375,11 @@ class RowSources:
     def _write(self, drawn: _Drawn, path: Path, tally: dict[str, Any]) -> dict[str, Any]:
         """Writes the file of rows of a split, and its checksums; returns its fields."""
         lengths, data = np.diff(drawn.begins), self._config.data
-        if self._packing is Packing.NONE:
+        shortest, longest = int(lengths.min()), int(lengths.max())
+        packing = self._sharing.packing_of(
+            self._packing, self._config, shortest, longest, self._progress
+        )
+        if packing is Packing.NONE:
             rows = alone(lengths)
         else:
             rows = best_fit(lengths, data.sequence_length, data.packing_window)
@@ -364,8 +391,11 @@ class RowSources:
             counted=count_counted(drawn.tokens),
             length=data.sequence_length,
             pad=self._way.pad,
-            packing=self._packing.value,
+            packing=packing.value,
             weighted=drawn.weights is not None,
+            limit=self._sharing.limit or 0,
+            shortest=shortest,
+            longest=longest,
         )
         if not layout.counted:
             raise ConfigError(
