@@ -29,7 +29,7 @@ _ROOM = 64
 """Tokens of limits that no row exceeds."""
 
 _MOST_LAYERS = 8
-"""Layers of a tiny model whose kinds of layers cannot be chosen one by one."""
+"""Most layers of a tiny model."""
 
 _HEADS, _EXPERTS = 4, 4
 

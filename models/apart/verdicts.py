@@ -38,7 +38,6 @@ def sharing_of(config: Config, run_dir: Path) -> Sharing:
 
     Raises:
         ConfigError: the model cannot be built.
-        StateError: ``model/config.json`` has changed since the start of the run.
     """
     if config.cluster.platform.builtin_model:
         return Sharing()
@@ -59,10 +58,11 @@ def sharing_of(config: Config, run_dir: Path) -> Sharing:
 def _measured(config: Config, run_dir: Path) -> Sharing:
     # Imported here: seconds, which runs with a known result need not take.
     from penstock.models.apart.measure import measure
-    from penstock.models.surgery.hf import load_run_config
+    from penstock.models.surgery.hf import import_modules, read_hf_config
     from penstock.models.surgery.skeleton import build_skeleton
 
-    hf_config = load_run_config(run_dir)
+    import_modules(config)
+    hf_config = read_hf_config(run_dir / "model")
     return measure(hf_config, build_skeleton(hf_config), config.data.sequence_length)
 
 

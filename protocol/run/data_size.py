@@ -26,8 +26,8 @@ CUTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitedLengths:
-    """Tokens of the shortest and the longest sample of a split, and the ``limit`` beyond which the
-    longest sample of a micro-batch decides the rotary frequencies of all.
+    """Tokens of the shortest and the longest sample of a split. A sample beyond ``limit`` tokens
+    changes the rotary frequencies of all samples of its micro-batch.
     """
 
     shortest: int

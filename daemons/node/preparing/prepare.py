@@ -11,6 +11,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from penstock.config.reading import read_mapping
@@ -241,15 +242,14 @@ def _make_ready(
         _make_inputs(config, directory, progress, lock, starter)
     else:
         check_groups(directory.table, config.optimizer.groups)
+    examine = partial(
+        run_models_prepare, config, run_dir, progress=progress, lock=lock, starter=starter
+    )
     if not makes_inputs and config.model.path is not None and not _knows_its_weights(run_dir):
-        run_models_prepare(
-            config, run_dir, "--review", progress=progress, lock=lock, starter=starter
-        )
+        examine("--review")
     if not makes_inputs and not knows_kernels(config, run_dir, software):
         _write(directory, config, {"resolved.yaml": config.to_yaml()})  # the tool reads attention
-        run_models_prepare(
-            config, run_dir, "--kernels", progress=progress, lock=lock, starter=starter
-        )
+        examine("--kernels")
     config = _with_lone_rows(config, run_dir)
     if config.trains_on_pairs and (makes_inputs or _lacks_references(run_dir)):
         _make_references(config, directory, progress, lock, starter)

@@ -47,9 +47,9 @@ class RowLayout:
     """Sizes of a file of rows, as ``rows`` of an entry of ``meta.json``.
 
     ``length`` is the number of tokens of a row; a row may end before. ``pad`` is the id behind its
-    end. ``weighted``: each token has a weight. ``limit``: tokens beyond which the longest sample of
-    a micro-batch decides the frequencies of all, with the tokens of the ``shortest`` and the
-    ``longest`` sample; 0 without such a limit.
+    end. ``weighted``: each token has a weight. ``limit``: a sample with more tokens changes the
+    frequencies of its micro-batch; 0 without such a limit. ``shortest`` and ``longest``: tokens of
+    samples.
     """
 
     rows: int

@@ -1,6 +1,4 @@
-"""How samples of a model can share rows and micro-batches, and what preparation makes of it. No
-torch.
-"""
+"""The ways in which samples of a model can share rows and micro-batches. No torch."""
 
 from __future__ import annotations
 
