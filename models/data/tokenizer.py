@@ -30,6 +30,8 @@ END_OF_TEXT = "<|endoftext|>"
 
 MASK = "<mask>"
 _SETTINGS = "tokenizer_config.json"
+_ADDITIONAL, _DEFAULT = "additional_chat_templates/*.jinja", "default"
+"""Files of other chat templates, and the name of the first one."""
 _KNOWN_MASKS = ("[MASK]", MASK)
 _KNOWN_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "[EOS]", "<end>")
 
@@ -223,18 +225,19 @@ class JsonTokenizer:
         return named if is_token else None
 
     def _template(self) -> str | dict[str, str] | None:
-        """Returns the chat template of ``chat_template.jinja`` or of the settings.
+        """Returns the chat template of ``chat_template.jinja`` or of the settings. Files of
+        ``additional_chat_templates`` have other templates by name.
 
         Raises:
-            ConfigError: the file cannot be read, or its templates have no known form.
+            ConfigError: a file cannot be read, or its templates have no known form.
         """
         file = self._settings.with_name("chat_template.jinja")
+        named = {path.stem: path for path in self._settings.parent.glob(_ADDITIONAL)}
         if file.exists():
-            is_file(file)
-            try:
-                return file.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"{file}: cannot read it: {reason(error)}") from error
+            named[_DEFAULT] = file
+        if named:
+            texts = {name: _template_text(path) for name, path in named.items()}
+            return texts if set(texts) != {_DEFAULT} else texts[_DEFAULT]
         template = self._setting(self._settings, "chat_template")
         if template is None or isinstance(template, str):
             return template
@@ -275,6 +278,19 @@ def open_tokenizer(config: Config) -> Tokenizer | None:
         return JsonTokenizer(path, needs_end=needs_end)
     key = "model.path" if path == config.model.path else "data.tokenizer"
     return FolderTokenizer(path, key=key, known_ends=_KNOWN_ENDS, needs_end=needs_end)
+
+
+def _template_text(file: Path) -> str:
+    """Returns the text of a template's file.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    is_file(file)
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot read it: {reason(error)}") from error
 
 
 def _files(tokenizer_json: str, end: str | None, mask: str | None = None) -> dict[str, bytes]:

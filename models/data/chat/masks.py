@@ -309,6 +309,8 @@ class _Chat:
         if request.prompt_turns is not None:
             accepted = (TrainOn.COMPLETION, *accepted)
             kind = "a conversation with a completion"
+        template = template.of_tools(request.tools)
+        request = dataclasses.replace(request, turns=template.forms.fitted(request.turns))
         return cls(
             request=request,
             template=template,

@@ -3,6 +3,7 @@ torch.
 
 Values that a chat template reads pass through as the record has them, since TRL does the same. Keys
 with null are dropped, as ``apply_chat_template`` of transformers drops them.
+:mod:`penstock.models.data.chat.forms` changes values that a template cannot take.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.models.data.chat.forms import joined
 from penstock.models.data.chat.requests import (
     ASSISTANT,
     SYSTEM,
@@ -111,7 +113,7 @@ def _turn(place: str, name: str, message: Any, roles: Mapping[str, str]) -> Turn
     role = _role(place, name, given, roles)
     fields: dict[str, Any] = {"role": role}
     key = "content" if "content" in given else "value"
-    content = None if key not in given else _text(place, f"{name}.{key}", given[key])
+    content = None if key not in given else _content(place, f"{name}.{key}", given[key])
     calls = given.get("tool_calls") or None
     if role == _CALL:
         fields["role"], calls = ASSISTANT, _calls(place, f"{name}.{key}", content)
@@ -153,8 +155,8 @@ def _role(place: str, name: str, given: Mapping[str, Any], roles: Mapping[str, s
     return known[role]
 
 
-def _text(place: str, name: str, content: Any) -> str:
-    """Returns the text of a content: a text, or a list of parts that all are texts.
+def _content(place: str, name: str, content: Any) -> str | list[Any]:
+    """Returns a content: a text, or a list of parts that all are texts.
 
     Raises:
         ConfigError: the content is of another kind.
@@ -165,7 +167,6 @@ def _text(place: str, name: str, content: Any) -> str:
         raise refused(
             place, name, content, 'needs a text, or parts like {"type": "text", "text": "…"}'
         )
-    texts = []
     for number, part in enumerate(content):
         text = part.get("text") if isinstance(part, Mapping) else part
         kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
@@ -176,17 +177,16 @@ def _text(place: str, name: str, content: Any) -> str:
                 part,
                 'only texts are read, such as {"type": "text", "text": "…"}',
             )
-        texts.append(text)
-    return "".join(texts)
+    return list(content)
 
 
-def _calls(place: str, name: str, content: str | None) -> list[Mapping[str, Any]]:
+def _calls(place: str, name: str, content: str | list[Any] | None) -> list[Mapping[str, Any]]:
     """Returns the tool calls that ShareGPT's ``function_call`` holds as JSON.
 
     Raises:
         ConfigError: the text is no JSON of calls.
     """
-    parsed = _parsed(content or "")
+    parsed = _parsed(joined(content) if isinstance(content, list) else content or "")
     calls = [parsed] if isinstance(parsed, Mapping) else parsed
     if not isinstance(calls, list) or not calls or not all(_is_call(call) for call in calls):
         raise refused(

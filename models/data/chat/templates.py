@@ -16,11 +16,15 @@ from typing import Any
 
 from penstock.host.errors import ConfigError, reason
 from penstock.models.data.chat.encoder import Span
+from penstock.models.data.chat.forms import Forms, render_template
 from penstock.models.data.chat.requests import Turn
 from penstock.models.data.chat.variants import keeps_rendering, training_text
 
 MODEL, CHATML = "model", "chatml"
 """Values of ``data.chat_template`` that are no path."""
+
+_TOOL_USE = "tool_use"
+"""Name of a tokenizer's template for records with tools."""
 
 _DATE = "date_string"
 """Variable of Llama's templates that replaces the date of the day."""
@@ -59,11 +63,27 @@ class Rendering:
 class Template:
     """A chat template. ``name`` is the value of ``data.chat_template``. ``variables`` are the texts
     of special tokens by their names (``bos_token``) and ``data.chat_template_kwargs``.
+    ``tools_text`` is another text for records with tools; None without one.
     """
 
     name: str
     text: str
     variables: Mapping[str, Any] = field(default_factory=dict)
+    tools_text: str | None = None
+
+    def of_tools(self, tools: Sequence[Any] | None) -> Template:
+        """Returns the template of a record with these tools, as transformers chooses it."""
+        return self if tools is None or self.tools_text is None else self._for_tools
+
+    @cached_property
+    def _for_tools(self) -> Template:
+        assert self.tools_text is not None
+        return Template(name=self.name, text=self.tools_text, variables=self.variables)
+
+    @cached_property
+    def forms(self) -> Forms:
+        """The forms of values that the template takes."""
+        return Forms(self.text, self.variables)
 
     @cached_property
     def training(self) -> str | None:
@@ -73,8 +93,11 @@ class Template:
     @property
     def writes_date(self) -> bool:
         """True if the template writes the date of the day into a conversation."""
-        is_fixed = _DATE in self.text and _DATE in self.variables
-        return "strftime_now" in self.text and not is_fixed
+        texts = (self.text, self.tools_text or "")
+        return any(
+            "strftime_now" in text and not (_DATE in text and _DATE in self.variables)
+            for text in texts
+        )
 
     @property
     def remedy_of_date(self) -> str:
@@ -117,21 +140,16 @@ class Conversation:
         Raises:
             ConfigError: the template refuses the conversation, or is no template.
         """
-        # The import takes a second, and data without conversations never needs it.
-        from transformers.utils.chat_template_utils import render_jinja_template
-
         text = template.training if training else template.text
         assert text is not None
         messages = [dict(turn.fields) for turn in self.turns[:stop]]
-        # The function is annotated with a result that it does not have.
-        render: Any = render_jinja_template
         try:
             marks = self._marks()
             given = {**template.variables, **marks.enclose(dict(self.variables))}
-            (rendered,), generated = render(
-                conversations=[marks.enclose(messages)],
+            rendered, generated = render_template(
+                text,
+                marks.enclose(messages),
                 tools=None if self.tools is None else marks.enclose(list(self.tools)),
-                chat_template=text,
                 return_assistant_tokens_mask=training,
                 add_generation_prompt=prompts,
                 **given,
@@ -227,7 +245,8 @@ def chosen_template(
     """Returns the template that ``data.chat_template`` names.
 
     ``published`` is the template of the model's tokenizer, or the content of the file ``name``. A
-    tokenizer may have several by name, of which ``default`` is taken, as TRL does.
+    tokenizer may have several by name. As in transformers, records with tools take ``tool_use``,
+    and others take ``default``.
 
     Raises:
         ConfigError: the model's tokenizer has no template.
@@ -240,7 +259,8 @@ def chosen_template(
             f"data.chat_template = {name!r}: there is no template; set {CHATML}, or the path of a"
             " file with a Jinja template"
         )
-    return Template(name=name, text=text, variables=variables)
+    tools_text = published.get(_TOOL_USE) if isinstance(published, Mapping) else None
+    return Template(name=name, text=text, variables=variables, tools_text=tools_text)
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:

@@ -160,14 +160,19 @@ _GEMMA = (
         new="'<start_of_turn>' + role + '\n' }}" + _either(_GEMMA_BODY),
     ),
 )
+_GEMMA_3_BODY = (
+    "{%- if message['content'] is string -%}{{ message['content'] | trim }}{%- else -%}"
+    "{%- for item in message['content'] -%}{{ item['text'] | trim }}{%- endfor -%}{%- endif -%}"
+    "{{ '<end_of_turn>\n' }}"
+)
 _GEMMA_3 = (
     Edit(
         start="    {%- if message['content'] is string -%}",
         end="{{ '<end_of_turn>\n' }}",
-        new=_either(_GEMMA_BODY),
+        new=_either(_GEMMA_3_BODY),
     ),
 )
-"""Content is text here: lists of parts were joined before."""
+"""All parts of a list are texts here."""
 
 _PHI_3 = (
     Edit(

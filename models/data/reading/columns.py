@@ -141,8 +141,34 @@ def _records(path: Path, part: str, before: int, batch: Any, arrow: Any) -> Iter
         raise ConfigError(
             f"{path}, {part}, rows from {before + 1:,}: a text is no UTF-8 ({reason(error)})"
         ) from error
+    nested = [field.name for field in batch.schema if _has_structs(field.type, arrow)]
     for number, fields in enumerate(rows, start=before + 1):
+        for name in nested:
+            fields[name] = _without_nulls(fields[name])
         yield Record(path=path, where=f"{part}, row {number:,}", fields=fields)
+
+
+def _has_structs(kind: Any, arrow: Any) -> bool:
+    """Returns whether values of a type are objects, or lists with objects in them."""
+    if arrow.types.is_struct(kind):
+        return True
+    if arrow.types.is_map(kind):
+        return False  # a map has the keys of its own value alone
+    inner = [kind.field(number).type for number in range(kind.num_fields)]
+    return any(_has_structs(each, arrow) for each in inner)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Returns a value without the keys of objects that are null.
+
+    All objects of a column share their keys: an object has null for each key of the others.
+    """
+    if isinstance(value, dict):
+        kept = {key: item for key, item in value.items() if item is not None}
+        return {key: _without_nulls(item) for key, item in kept.items()}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
 
 
 @contextmanager

@@ -88,6 +88,8 @@ class Way:
         """Values that decide the tokens of a record, for fingerprints."""
         template = self.template
         shown = None if template is None else [template.text, dict(template.variables)]
+        if shown is not None and template is not None and template.tools_text is not None:
+            shown.append(template.tools_text)
         choices = self.choices
         chosen: list[Any] = [choices.train_on.value, choices.turns.value, choices.end]
         if choices.special_in_text:  # rows that were made before the key keep their fingerprint

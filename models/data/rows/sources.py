@@ -51,6 +51,11 @@ _WITHOUT_TEMPLATE = {"text", "tokens", "stanford"}
 _FORMAT = 1
 """Version of the rows that are made of the same records: a change gives them another key."""
 
+_READING = 2
+"""Version of the reading of records. A change gives rows another key in the cache. Runs that were
+prepared before keep their rows and their fingerprint.
+"""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Drawn:
@@ -321,7 +326,8 @@ class RowSources:
         self, sums: Sequence[str], origins: Sequence[Origin], split: str, splits: Sequence[str]
     ) -> str:
         held = self._config.data.eval_fraction if len(splits) > 1 else 0.0
-        return fingerprint_of("rows", sums, self._key_parts(origins), split, held)
+        parts = self._key_parts(origins)
+        return fingerprint_of("rows", _READING, sums, parts, split, held)
 
     def _entry(self, split: str, made: dict[str, Any]) -> dict[str, Any]:
         return {
