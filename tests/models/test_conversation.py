@@ -76,12 +76,12 @@ def test_names_and_roles_of_sharegpt_become_those_of_templates() -> None:
     assert request.tools == ({"name": "f"},)
 
 
-def test_parts_of_text_are_joined_and_nulls_are_dropped() -> None:
+def test_parts_of_text_stay_a_list_and_nulls_are_dropped() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": " b"}]
     message = {"role": "user", "content": parts, "tool_calls": None, "name": None}
     called = {"role": "assistant", "content": None, "tool_calls": CALLS, "id": "x"}
     assert messages({"messages": [message, called]}) == [
-        {"role": "user", "content": "a b"},
+        {"role": "user", "content": parts},
         {"role": "assistant", "id": "x", "tool_calls": CALLS},
     ]
 
