@@ -21,10 +21,10 @@ from penstock.config.schema import Config
 from penstock.config.values import AUTO, BYTE, MASKED
 from penstock.host.errors import ConfigError, reason
 from penstock.host.files import DAMAGED, is_file, parse_json
-from penstock.models.data.chat.encoder import SPECIAL, ChatParts
+from penstock.models.data.chat.encoder import SPECIAL, ChatParts, added_ids
 from penstock.models.data.pieces.encoding import Encoded, Guard, encode_documents, end_of, unbounded
 from penstock.models.data.reading.records import Document
-from penstock.models.data.tokenizer_folder import FolderTokenizer, added_in_front
+from penstock.models.data.tokenizer_folder import FolderTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -119,7 +119,8 @@ class ByteTokenizer:
     def chat_parts(self) -> ChatParts:
         """Returns the vocabulary of bytes; there is no template."""
         special = {"eos_token": END_OF_TEXT}
-        return ChatParts(library=self._library(), special=special, is_bytes=True)
+        library = self._library()
+        return ChatParts(library=library, special=special, end=END_OF_TEXT, is_bytes=True)
 
     def _library(self) -> HubTokenizer:
         vocabulary = {character: byte for byte, character in _byte_characters().items()}
@@ -185,9 +186,10 @@ class JsonTokenizer:
     @property
     def prefix(self) -> tuple[int, ...]:
         """The ids that the file's template puts in front."""
-        return added_in_front(
+        front, _ = added_ids(
             lambda text, special: self._tokenizer.encode(text, add_special_tokens=special).ids
         )
+        return tuple(front)
 
     def token_id(self, text: str) -> int | None:
         """Returns the id of a token by its text."""
@@ -207,7 +209,9 @@ class JsonTokenizer:
         special = {name: text for name, text in named.items() if text is not None}
         if self._end is not None:
             special["eos_token"] = self._end
-        return ChatParts(library=self._tokenizer, special=special, template=self._template())
+        return ChatParts(
+            library=self._tokenizer, special=special, template=self._template(), end=self._end
+        )
 
     def files(self) -> dict[str, bytes]:
         """Returns the file itself, and settings that name its end token."""

@@ -6,7 +6,7 @@ those that the model has seen. Code that a folder brings along is never run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as HubTokenizer
 
 from penstock.host.errors import ConfigError, reason
 from penstock.host.files import DAMAGED, is_file, parse_json
-from penstock.models.data.chat.encoder import SPECIAL, ChatParts
+from penstock.models.data.chat.encoder import SPECIAL, ChatParts, added_ids
 from penstock.models.data.pieces.encoding import Encoded, Guard, encode_documents, unbounded, whole
 from penstock.models.data.reading.records import Document
 
@@ -45,9 +45,6 @@ _COMPANIONS = (
     "additional_chat_templates/*.jinja",
 )
 """Other files of the folder that belong to the tokenizer."""
-
-_PROBES = ("a", "0", "text", "\u4e00")
-"""Short texts; every usual tokenizer has a token for one of them."""
 
 _HOW_TO_SET = (
     "download its files again, or set data.tokenizer to a tokenizer.json or the folder of one"
@@ -120,7 +117,7 @@ class FolderTokenizer:
     @property
     def prefix(self) -> tuple[int, ...]:
         """The ids that transformers puts in front with ``add_special_tokens=True``."""
-        return added_in_front(self._ids)
+        return tuple(added_ids(self._ids)[0])
 
     def token_id(self, text: str) -> int | None:
         """Returns the id of a token by its text."""
@@ -162,7 +159,24 @@ class FolderTokenizer:
             library=backend,
             special=special,
             template=getattr(self._tokenizer, "chat_template", None),
+            end=self._end_text(backend),
         )
+
+    def _end_text(self, backend: HubTokenizer) -> str | None:
+        """Returns the text of the token that ends a document.
+
+        Raises:
+            ConfigError: the tokenizer does not make the token of its text.
+        """
+        if self.eos is None:
+            return None
+        text: str = backend.id_to_token(self.eos)
+        if backend.encode(text, add_special_tokens=False).ids != [self.eos]:
+            raise ConfigError(
+                f"{self._name}: its end token is {text!r}, and its tokenizer makes other tokens of"
+                f" this text; name it as eos_token in {self._folder / 'tokenizer_config.json'}"
+            )
+        return text
 
     def files(self) -> dict[str, bytes]:
         """Returns the folder's files as they are: vocabulary, settings, special tokens,
@@ -188,20 +202,6 @@ class FolderTokenizer:
             if isinstance(token, int) and token in ids:
                 return token
         return None
-
-
-def added_in_front(encode: Callable[[str, bool], Sequence[int]]) -> tuple[int, ...]:
-    """Returns the ids that a tokenizer puts in front of any text when it adds special tokens.
-
-    ``encode`` returns the ids of a text, with special tokens where its second argument is True.
-    """
-    for text in _PROBES:
-        plain, whole = list(encode(text, False)), list(encode(text, True))
-        if plain:
-            starts = range(len(whole) - len(plain) + 1)
-            start = next((n for n in starts if whole[n : n + len(plain)] == plain), 0)
-            return tuple(whole[:start])
-    return ()
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -108,12 +108,13 @@ CALL_HEAD = HEAD + "{{ m['content'] or '' }}{% for t in m.tool_calls or [] %}"
 JSON_ONLY = CALL_HEAD + "{{ t.function.name + (t.function.arguments | tojson) }}{% endfor %}" + TAIL
 TEXT_ONLY = CALL_HEAD + "{{ t.function.name + t.function.arguments }}{% endfor %}" + TAIL
 ITEMS = (
-    CALL_HEAD + "{% for k, v in t.function.arguments.items() %}<{{ k }}>{{ v }}{% endfor %}"
-    "{% endfor %}" + TAIL
+    CALL_HEAD + "{{ t.function.name }}{% for k, v in t.function.arguments.items() %}"
+    "<{{ k }}>{{ v }}{% endfor %}{% endfor %}" + TAIL
 )
 BOTH = (
-    CALL_HEAD + "{% if t.function.arguments is string %}{{ t.function.arguments }}{% else %}"
-    "{{ t.function.arguments | tojson }}{% endif %}{% endfor %}" + TAIL
+    CALL_HEAD + "{{ t.function.name }}{% if t.function.arguments is string %}"
+    "{{ t.function.arguments }}{% else %}{{ t.function.arguments | tojson }}{% endif %}"
+    "{% endfor %}" + TAIL
 )
 
 

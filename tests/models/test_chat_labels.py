@@ -71,8 +71,30 @@ def rows(name: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     return list(zip(records, TRL["expected"][name], strict=True))
 
 
+LEFT_OUT = ("leaves tools out", "renders the turns before it in another way")
+
+
+def is_left_out(name: str, record: dict[str, Any]) -> bool:
+    """Whether a record is refused because the template leaves a part of it out or cuts the header
+    of its answer. TRL trains such records.
+    """
+    fields = {key: value for key, value in record.items() if key != "mode"}
+    try:
+        of(fields, published(name), Choices(train_on=TRAIN_ON[record["mode"]], end=END))
+    except ConfigError as error:
+        return any(words in str(error) for words in LEFT_OUT)
+    return False
+
+
 def check(name: str, record: dict[str, Any], row: dict[str, Any]) -> bool:
-    """Compares one record with TRL's row; returns False where both refuse it."""
+    """Compares one record with TRL's row; returns False where it is refused."""
+    if is_left_out(name, record):
+        tools = record.get("tools") or []
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        names = [tool.get("function", tool)["name"] for tool in tools]
+        text = Tokenizer.from_file(str(DATA / "tokenizer.json")).decode(row["ids"])
+        assert record["mode"] == "completion" or (names and not any(n in text for n in names))
+        return False
     mode = record["mode"]
     choices = Choices(train_on=TRAIN_ON[mode], end=END)
     fields = {key: value for key, value in record.items() if key != "mode"}
@@ -107,7 +129,7 @@ def test_samples_of_each_turn_are_the_published_rendering_and_count_the_turn(nam
             samples = of(fields, published(name), Choices(turns=Turns.EACH))
         except ConfigError:
             continue
-        turns = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
+        turns = [n for n, m in enumerate(messages) if n and m["role"] == "assistant"]
         assert len(samples) == len(turns)
         for number, sample in zip(turns, samples, strict=True):
             whole = tokenizer.apply_chat_template(

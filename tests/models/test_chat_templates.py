@@ -159,7 +159,7 @@ EMPTY = "{% generation %}{% endgeneration %}" + ASKS
         (TALK, COUNTS, Choices(), "turn 1 (role assistant): data.chat_template = 'model' renders"),
         (TALK, COUNTS, Choices(), "'1 turns"),
         (TALK, ASKS, Choices(turns=Turns.ALL), "no {% generation %}"),
-        (TALK[1:], ASKS, Choices(), "turn 0 (role assistant): is the first turn"),
+        (TALK[1:2], ASKS, Choices(), "turn 0 (role assistant): is the first turn"),
         (TALK[:1], ASKS, Choices(), "has no turn of the role assistant"),
         (TALK, EMPTY, Choices(), "marks no text of the conversation"),
         (TALK, ASKS, Choices(train_on=TrainOn.COMPLETION), "data.train_on = 'completion'"),

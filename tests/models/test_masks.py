@@ -28,6 +28,8 @@ TEXTS: dict[str, str] = json.loads((DATA / "templates.json").read_text(encoding=
 THEIRS = json.loads((DATA / "masks.json").read_text(encoding="utf-8"))["templates"]
 TRAIN_ON = {"assistant": TrainOn.ASSISTANT, "completion": TrainOn.COMPLETION}
 PLACE = "chats.jsonl, line 1"
+LEFT_OUT = ("leaves it out of the rendering", "leaves tools out", "cuts these thoughts")
+"""Reasons of a refusal where a template leaves out a part of a record; TRL trains without it."""
 
 
 def outcomes(template: str, mode: str) -> list[tuple[str, str, str]]:
@@ -55,7 +57,8 @@ def compare(template: str, mode: str, theirs: list[str]) -> Counter[str]:
         if mine == expected:
             counts["refused by both" if mine == REFUSED else "equal"] += 1
         elif mine == REFUSED:
-            counts["refused here alone"] += 1
+            left_out = any(words in reason for words in LEFT_OUT)
+            counts["left out" if left_out else "refused here alone"] += 1
         else:
             wrong.append((number, kind, mine, expected))
         if mine == REFUSED:
@@ -78,4 +81,4 @@ def test_ids_and_labels_of_500_conversations_equal_those_of_trl(name: str, mode:
     assert len(theirs) == NUM_CONVERSATIONS or mode == "completion"
     counts = compare(TEXTS[name], mode, theirs)
     print(name, mode, dict(counts))
-    assert counts["equal"] > 0.9 * len(theirs)
+    assert counts["equal"] + counts["left out"] > 0.9 * len(theirs)

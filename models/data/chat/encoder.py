@@ -24,6 +24,9 @@ from penstock.models.data.chat.places import Places, Widths
 Span = tuple[int, int]
 """First character of a part of a text, and the one behind its last."""
 
+_PROBES = ("a", "0", "text", "\u4e00")
+"""Short texts; every usual tokenizer has a token for one of them."""
+
 _BREAK = "\n"
 """Text in front of a later piece, so that no tokenizer adds the space of a text's start."""
 
@@ -57,13 +60,15 @@ class Passage:
     """A text of the record ``place``.
 
     ``literal`` are spans with the text of special tokens that are ordinary text, in order.
-    ``special`` requests the special tokens that the tokenizer adds to a text.
+    ``special`` requests the special tokens that the tokenizer adds to a text, unless the text has
+    them; ``goes_on`` leaves out those behind the text.
     """
 
     place: str
     text: str
     literal: tuple[Span, ...] = ()
     special: bool = False
+    goes_on: bool = False
 
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
@@ -74,13 +79,15 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls
 class ChatParts:
     """The parts of a tokenizer that conversations need.
 
-    ``special`` are texts of special tokens by name, such as ``eos_token``. ``template`` is the chat
-    template, or several by name; None without one. ``is_bytes`` is True if the ids of a text
-    without special tokens are its bytes.
+    ``special`` are texts of special tokens by name, such as ``eos_token``. ``end`` is the text of
+    the token that ends a document, which the model's ``config.json`` may name. ``template`` is the
+    chat template, or several by name. Both are None where there is none. ``is_bytes`` is True if
+    the ids of a text without special tokens are its bytes.
     """
 
     library: HubTokenizer
     special: Mapping[str, str]
+    end: str | None = None
     template: str | Mapping[str, str] | None = None
     is_bytes: bool = False
 
@@ -98,6 +105,9 @@ class Encoder:
         tokens = tokenizer.get_added_tokens_decoder().values()
         self.special_tokens = tuple(token.content for token in tokens if token.special)
         self._break_ids: list[int] = tokenizer.encode(_BREAK, add_special_tokens=False).ids
+        self._front, self._back = added_ids(
+            lambda text, special: tokenizer.encode(text, add_special_tokens=special).ids
+        )
 
     def encode(
         self, passages: Sequence[Passage], placed: Sequence[bool] | None = None
@@ -124,7 +134,9 @@ class Encoder:
         for (special, needs), numbers in kinds.items():
             texts = [passages[number].text for number in numbers]
             made = self._batch(texts, special=special, places=needs)
-            encodings.update(zip(numbers, made, strict=True))
+            for number, encoding in zip(numbers, made, strict=True):
+                once = self._once(encoding, passages[number].goes_on) if special else encoding
+                encodings[number] = once
         return [encodings[number] for number in range(len(passages))]
 
     def _batch(self, texts: list[str], *, special: bool, places: bool) -> Iterator[Encoding]:
@@ -142,6 +154,18 @@ class Encoder:
                 yield _placed(ids, known)
             else:
                 yield _encoding(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _once(self, encoding: Encoding, goes_on: bool) -> Encoding:
+        """Returns the encoding without added tokens that its text has, too."""
+        ids = encoding.ids
+        front, back = len(self._front), len(self._back)
+        first = front if ids[front : 2 * front] == self._front else 0
+        last = len(ids) - back
+        if not back or not (goes_on or ids[max(first, last - back) : last] == self._back):
+            last = len(ids)
+        if last - first == len(ids):
+            return encoding
+        return Encoding(ids=ids[first:last], span=lambda number: encoding.span(first + number))
 
     def _is_plain(self, passage: Passage) -> bool:
         """Returns whether the ids of a passage are the bytes of its text, one for each character.
@@ -190,6 +214,21 @@ class Encoder:
             return _encoding(self._tokenizer.encode(text, add_special_tokens=False))
         finally:
             self._tokenizer.encode_special_tokens = before
+
+
+def added_ids(encode: Callable[[str, bool], Sequence[int]]) -> tuple[list[int], list[int]]:
+    """Returns the ids that a tokenizer puts in front of any text and behind it when it adds special
+    tokens.
+
+    ``encode`` returns the ids of a text, with special tokens where its second argument is True.
+    """
+    for text in _PROBES:
+        plain, whole = list(encode(text, False)), list(encode(text, True))
+        if plain:
+            starts = range(len(whole) - len(plain) + 1)
+            start = next((n for n in starts if whole[n : n + len(plain)] == plain), None)
+            return ([], []) if start is None else (whole[:start], whole[start + len(plain) :])
+    return [], []
 
 
 def _bytes(text: str) -> Encoding:

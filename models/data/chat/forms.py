@@ -21,8 +21,16 @@ _OBJECT = {"zqxname": _WORD}
 _JSON = json.dumps(_OBJECT)
 _TOOL, _ID = "zqxtool", "zqxcall01"
 """Name and id of a probe's call; some templates refuse an id of another length."""
-_QUESTIONS = ("zqxquestion", [{"type": "text", "text": "zqxquestion"}])
-"""Contents of a probe's other messages."""
+_TOOL_OF_PROBE = {
+    "type": "function",
+    "function": {
+        "name": _WORD,
+        "description": "zqx",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+_QUESTION = "zqxquestion"
+"""Content of a probe's other messages."""
 _LISTED = re.compile(rf"['\"]text['\"]:\s*['\"]{_WORD}")
 """A list of parts that a template has printed as a value of Python or of JSON."""
 
@@ -55,6 +63,7 @@ class Forms:
     def __init__(self, text: str, variables: Mapping[str, Any]) -> None:
         self._text, self._variables = text, variables
         self._parts: dict[str, bool] = {}
+        self._shown: dict[tuple[str, str], bool] = {}
         self._arguments: Arguments | None = None
 
     def fitted(self, turns: Sequence[Turn]) -> tuple[Turn, ...]:
@@ -71,6 +80,20 @@ class Forms:
                 for rendered in self._probed(role, content=[{"type": "text", "text": _WORD}])
             )
         return self._parts[role]
+
+    def shows(self, key: str, role: str) -> bool:
+        """Returns whether the template prints a text at a key of a role's messages, such as
+        ``content``. True where it refuses all probes.
+        """
+        if (key, role) not in self._shown:
+            if key == "tool_calls":
+                probes = list(self._called(_OBJECT))
+            elif key == "tools":
+                probes = list(self._probed(USER, tools=[_TOOL_OF_PROBE], content=_QUESTION))
+            else:
+                probes = list(self._probed(role, **{"content": "", key: _WORD}))
+            self._shown[key, role] = not probes or any(_WORD in made for made in probes)
+        return self._shown[key, role]
 
     @property
     def arguments(self) -> Arguments:
@@ -109,15 +132,15 @@ class Forms:
     def _called(self, arguments: Any) -> Iterator[str]:
         """Yields renderings of a call of a tool."""
         for content in ("", []):
-            yield from self._probed(ASSISTANT, content=content, tool_calls=[_call(arguments)])
+            yield from self._probed(ASSISTANT, content=content, tool_calls=[probe_call(arguments)])
 
-    def _probed(self, role: str, **fields: Any) -> Iterator[str]:
+    def _probed(self, role: str, tools: Any = None, **fields: Any) -> Iterator[str]:
         """Yields renderings of a short conversation with a message; none where the template
         refuses the conversation.
         """
-        for content in _QUESTIONS:
+        for content in contents(_QUESTION):
             question = {"role": USER, "content": content}
-            caller = {"role": ASSISTANT, "content": content, "tool_calls": [_call({})]}
+            caller = {"role": ASSISTANT, "content": content, "tool_calls": [probe_call({})]}
             before: Mapping[str, list[Any]] = {
                 USER: [],
                 ASSISTANT: [question],
@@ -127,13 +150,18 @@ class Forms:
             named = {"tool_call_id": _ID, "name": _TOOL} if role == TOOL else {}
             messages = [*before.get(role, []), {"role": role, **named, **fields}, *after]
             try:
-                rendered, _ = render_template(self._text, messages, tools=None, **self._variables)
+                rendered, _ = render_template(self._text, messages, tools=tools, **self._variables)
             except Exception:  # a template may raise anything
                 continue
             yield rendered
 
 
-def _call(arguments: Any) -> Mapping[str, Any]:
+def contents(text: str) -> tuple[Any, ...]:
+    """Returns the forms of a content with a text: the text itself, and a list of parts."""
+    return text, [{"type": "text", "text": text}]
+
+
+def probe_call(arguments: Any) -> Mapping[str, Any]:
     """Returns a probe's call of a tool."""
     return {"id": _ID, "type": "function", "function": {"name": _TOOL, "arguments": arguments}}
 

@@ -19,8 +19,13 @@ from typing import TypeAlias
 from penstock.host.errors import ConfigError
 from penstock.models.data.batch import IGNORED_LABEL
 from penstock.models.data.chat.encoder import Encoder, Encoding, Passage, Span
+from penstock.models.data.chat.presence import Presence
+from penstock.models.data.chat.remarks import Remark
 from penstock.models.data.chat.requests import (
     ASSISTANT,
+    SYSTEM,
+    TOOL,
+    USER,
     ChatRequest,
     CompletionRequest,
     IdsRequest,
@@ -74,13 +79,14 @@ class Draft:
 
     ``spans`` are the characters of tokens that count, in order; None stands for all characters.
     ``prompt`` is the passage at the front of the sample that does not count. ``weight`` is the
-    factor of its losses.
+    factor of its losses. ``remarks`` are for the user.
     """
 
     passage: Passage
     spans: tuple[Span, ...] | None = None
     prompt: Passage | None = None
     weight: float = 1.0
+    remarks: tuple[Remark, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +94,8 @@ class Sample:
     """Token ids, and the spans of tokens that count. ``weights``: the factor of each token's loss;
     None: ``weight`` for all.
 
-    ``lost`` is the number of the prompt's last tokens that the sample does not have. Tokens of
-    prompt and completion merged, or the template renders a prompt alone in another way.
+    ``lost`` is the number of the prompt's last tokens that the sample does not have, since tokens
+    of prompt and completion merged. ``remarks`` are for the user.
     """
 
     place: str
@@ -98,6 +104,7 @@ class Sample:
     lost: int = 0
     weight: float = 1.0
     weights: tuple[float, ...] | None = None
+    remarks: tuple[Remark, ...] = ()
 
     @property
     def labels(self) -> list[int]:
@@ -203,7 +210,12 @@ def _sample(draft: Draft, text: Encoding, prompt: Encoding | None) -> Sample:
     clipped = ((max(first, start), end) for first, end in spans)
     counted = tuple((first, end) for first, end in clipped if first < end)
     return Sample(
-        place=draft.passage.place, ids=text.ids, counted=counted, lost=lost, weight=draft.weight
+        place=draft.passage.place,
+        ids=text.ids,
+        counted=counted,
+        lost=lost,
+        weight=draft.weight,
+        remarks=draft.remarks,
     )
 
 
@@ -232,7 +244,7 @@ def _common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
 def _plain(place: str, text: str, end: str | None, *, prompt: bool = False) -> Passage:
     """Returns the passage of a plain text, with the end token unless the text has it."""
     ended = text if prompt or not end or text.endswith(end) else text + end
-    return Passage(place=place, text=ended, special=True)
+    return Passage(place=place, text=ended, special=True, goes_on=prompt)
 
 
 def _check_choice(place: str, kind: str, choices: Choices, accepted: Sequence[TrainOn]) -> TrainOn:
@@ -289,6 +301,7 @@ class _Chat:
     conversation: Conversation
     train_on: TrainOn
     turns: Turns
+    special_tokens: Sequence[str]
 
     @classmethod
     def of(
@@ -323,6 +336,7 @@ class _Chat:
             ),
             train_on=_check_choice(request.place, kind, choices, accepted),
             turns=choices.turns,
+            special_tokens=encoder.special_tokens,
         )
 
     def drafts(self) -> Iterator[Draft]:
@@ -345,7 +359,7 @@ class _Chat:
         if self._takes_marks():
             yield self._marked(counted)
         else:
-            yield from (self._turn(number) for number in counted)
+            yield from self._turns(counted)
 
     def prompt(self) -> Passage:
         """Returns the passage of all turns with the header of the assistant's next turn.
@@ -398,13 +412,25 @@ class _Chat:
         A message's own mark wins.
         """
         rendering = self.conversation.render(self.template)
+        turns, first = self.request.turns, self.request.prompt_turns or 0
         prompt = None
+        open_answer = False
         if self.train_on is TrainOn.COMPLETION:
-            prompt = self._passage(self._prompt(self.request.prompt_turns or 0))
+            prompt = self._passage(self._front(first, rendering))
+            open_answer = not self.template.endings.is_closed(training=False)
+        else:
+            asked = [number for number, turn in enumerate(turns) if turn.role == USER]
+            first = max(asked, default=0)  # a template cuts thoughts before the last question
         spans: tuple[Span, ...] | None = None
-        if any(turn.counts is not None for turn in self.request.turns):
+        if any(turn.counts is not None for turn in turns):
             spans = self._parts_that_count(rendering)
-        return Draft(passage=self._passage(rendering), spans=spans, prompt=prompt)
+        remarks = self._checked(rendering, range(len(turns)), set(range(first, len(turns))))
+        return Draft(
+            passage=self._passage(rendering),
+            spans=spans,
+            prompt=prompt,
+            remarks=(*remarks, Remark.OPEN) if open_answer else remarks,
+        )
 
     def _parts_that_count(self, rendering: Rendering) -> tuple[Span, ...]:
         """Returns the spans of a rendering without turns that have a mark of 0.
@@ -444,7 +470,7 @@ class _Chat:
                 raise ConfigError(
                     f"{self.request.place}: the template marks {len(marks)} parts of"
                     f" {len(assistants)} turns of the assistant, so single turns cannot be chosen;"
-                    " set data.turns: each"
+                    f" {self._remedy_of_marks(counted)}"
                 )
             by_turn = dict(zip(assistants, marks, strict=True))
             spans = [
@@ -454,21 +480,73 @@ class _Chat:
         prompt = None
         if self.request.prompt_turns is not None and self.train_on is TrainOn.ASSISTANT:
             prompt = self._passage(self._prompt(self.request.prompt_turns, training=True))
-        passage = self._passage(rendering)
-        return Draft(passage=passage, spans=tuple(sorted(spans)), prompt=prompt)
+        numbers = range(len(self.request.turns))
+        remarks = self._checked(rendering, numbers, set(counted), training=True)
+        if not self.template.endings.is_closed(training=True):
+            remarks = (*remarks, Remark.OPEN)
+        return Draft(
+            passage=self._passage(rendering),
+            spans=tuple(sorted(spans)),
+            prompt=prompt,
+            remarks=remarks,
+        )
 
-    def _turn(self, number: int) -> Draft:
+    def _remedy_of_marks(self, counted: Sequence[int]) -> str:
+        """Returns a way to choose single turns, which works for turns of the assistant alone."""
+        if all(self.request.turns[number].role == ASSISTANT for number in counted):
+            return "set data.turns: each"
+        return "remove train and weight from the messages"
+
+    def _turns(self, counted: Sequence[int]) -> Iterator[Draft]:
+        """Yields the drafts of single turns of the assistant. A first turn that no prompt precedes
+        does not count.
+
+        Raises:
+            ConfigError: see :meth:`_turn`; or the first turn alone would count.
+        """
+        first = self.request.turns[0]
+        remarks: tuple[Remark, ...] = ()
+        if counted[0] == 0 and first.role == ASSISTANT:
+            if first.counts or len(counted) == 1:
+                remedy = "its train or weight" if first.counts else "the record"
+                raise self._refusal(0, f"is the first turn, so nothing prompts it; remove {remedy}")
+            counted, remarks = counted[1:], (Remark.FIRST,)
+        for number in counted:
+            draft = self._turn(number, is_last=number == counted[-1])
+            yield dataclasses.replace(draft, remarks=(*remarks, *draft.remarks))
+            remarks = ()
+
+    def _turn(self, number: int, *, is_last: bool) -> Draft:
         """Returns the draft of one turn of the assistant, behind the turns before it.
 
         Raises:
-            ConfigError: the turn is not the assistant's or the first, or its prompt is no prefix.
+            ConfigError: the turn is not the assistant's, its prompt is no prefix, or the template
+                leaves a text out.
         """
         if self.request.turns[number].role != ASSISTANT:
             raise self._refusal(
-                number, "only the assistant's turns are samples of their own; set data.turns: all"
+                number,
+                "only the assistant's turns are samples of their own; remove its train or weight",
             )
-        prompt = self._prompt(number)
         rendering = self.conversation.render(self.template, number + 1)
+        prompt = self._front(number, rendering)
+        searched = range(number + 1) if is_last else range(number, number + 1)
+        remarks = self._checked(rendering, searched, {number})
+        if not self.template.endings.is_closed(training=False):
+            mark = self._mark_behind(number)
+            rendering = dataclasses.replace(rendering, text=rendering.text + mark)
+            remarks = remarks if mark else (*remarks, Remark.OPEN)
+        return Draft(
+            passage=self._passage(rendering), prompt=self._passage(prompt), remarks=remarks
+        )
+
+    def _front(self, number: int, rendering: Rendering) -> Rendering:
+        """Returns the rendering of the turns before one of the assistant's, with its header.
+
+        Raises:
+            ConfigError: the ``rendering`` with the turn does not begin with it.
+        """
+        prompt = self._prompt(number)
         if not rendering.text.startswith(prompt.text):
             place = _difference(prompt.text, rendering.text)
             raise self._refusal(
@@ -478,7 +556,38 @@ class _Chat:
                 f" {shown(rendering.text[place:])} at character {place:,}. Remove the turn, or name"
                 " a template that marks the assistant's turns by {% generation %}",
             )
-        return Draft(passage=self._passage(rendering), prompt=self._passage(prompt))
+        return prompt
+
+    def _mark_behind(self, number: int) -> str:
+        """Returns the mark of the next role that ends a turn, as in TRL's training template of
+        GLM-4: of a tool behind calls, else of the system or of the user.
+        """
+        turns = self.request.turns
+        role = turns[number + 1].role if number + 1 < len(turns) else USER
+        role = role if role == SYSTEM else USER
+        if turns[number].fields.get("tool_calls"):
+            role = TOOL
+        return self.template.endings.mark(role, self.special_tokens)
+
+    def _checked(
+        self,
+        rendering: Rendering,
+        numbers: Sequence[int],
+        counted: set[int],
+        *,
+        training: bool = False,
+    ) -> tuple[Remark, ...]:
+        """Returns remarks about a rendering that has all texts of the turns ``numbers``.
+
+        Raises:
+            ConfigError: a text is missing.
+        """
+        presence = Presence(
+            conversation=self.conversation, template=self.template, training=training
+        )
+        presence.check_tools(rendering.text)
+        cut = presence.check_turns(rendering.text, numbers, counted, numbers[-1] + 1)
+        return (Remark.THOUGHTS,) if cut else ()
 
     def _prompt(self, number: int, *, training: bool = False) -> Rendering:
         """Returns the rendering of the turns before one of the assistant's, with its header.
@@ -487,7 +596,7 @@ class _Chat:
             ConfigError: there is no turn before it.
         """
         if not number:
-            raise self._refusal(0, "is the first turn, so nothing prompts it; set data.turns: all")
+            raise self._refusal(0, "is the first turn, so nothing prompts it; remove the record")
         return self.conversation.render(self.template, number, prompts=True, training=training)
 
     def _part(self, number: int, whole: Rendering, *, training: bool) -> Span:

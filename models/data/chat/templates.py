@@ -16,6 +16,7 @@ from typing import Any
 
 from penstock.host.errors import ConfigError, reason
 from penstock.models.data.chat.encoder import Span
+from penstock.models.data.chat.endings import Endings
 from penstock.models.data.chat.forms import Forms, render_template
 from penstock.models.data.chat.requests import Turn
 from penstock.models.data.chat.variants import keeps_rendering, training_text
@@ -84,6 +85,11 @@ class Template:
     def forms(self) -> Forms:
         """The forms of values that the template takes."""
         return Forms(self.text, self.variables)
+
+    @cached_property
+    def endings(self) -> Endings:
+        """The ends of the assistant's turns."""
+        return Endings(self.text, self.training, self.variables)
 
     @cached_property
     def training(self) -> str | None:

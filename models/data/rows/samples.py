@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -66,8 +66,8 @@ class Way:
         Raises:
             ConfigError: the file of the template cannot be read, or a variable is reserved.
         """
-        end = parts.special.get("eos_token")
-        pad = parts.special.get("pad_token", end)
+        end = _end(data, parts)
+        pad = parts.special.get("pad_token", parts.end)
         number = None if pad is None else parts.library.token_to_id(pad)
         return cls(
             encoder=Encoder(parts.library, is_bytes=parts.is_bytes),
@@ -75,7 +75,7 @@ class Way:
             choices=Choices(
                 train_on=TrainOn(data.train_on),
                 turns=Turns(data.turns),
-                end=None if data.eos is False else end,
+                end=end,
                 special_in_text=data.special_in_text,
             ),
             length=data.sequence_length,
@@ -103,7 +103,7 @@ class Tally:
 
     ``skipped`` records cannot be read. ``empty`` samples have no token, and ``uncounted`` ones no
     token that counts. ``dropped`` samples are too long. ``lost`` tokens end prompts that are no
-    prefix of their samples.
+    prefix of their samples. ``remarks`` counts samples by kind of remark.
     """
 
     records: int = 0
@@ -114,6 +114,7 @@ class Tally:
     split: int = 0
     dropped: int = 0
     lost: int = 0
+    remarks: Counter[str] = field(default_factory=Counter)
     by_source: dict[str, int] = field(default_factory=dict)
     lengths: array[int] = field(default_factory=lambda: array("q"))
     digests: array[int] = field(default_factory=lambda: array("Q"))
@@ -141,6 +142,7 @@ class Tally:
         return {
             **{name: getattr(self, name) for name in names},
             "duplicates": self.duplicates,
+            "remarks": dict(self.remarks),
             "lengths": {
                 name: int(np.percentile(lengths, share, method="nearest"))
                 for name, share in marks.items()
@@ -303,6 +305,7 @@ class SampleStream:
                 f" {self.way.vocab_size}"
             )
         tally.lost += sample.lost
+        tally.remarks.update(remark.value for remark in sample.remarks)
         tally.lengths.append(length)
         weights = _weights_of(sample) if self.data.objective == WEIGHTED else None
         first = 0
@@ -358,6 +361,24 @@ def _size(draft: Prepared) -> int:
     if isinstance(draft, Sample):
         return len(draft.ids)
     return len(draft.passage.text) + (0 if draft.prompt is None else len(draft.prompt.text))
+
+
+def _end(data: DataConfig, parts: ChatParts) -> str | None:
+    """Returns the text of the token behind a plain text or completion; None without one.
+
+    Raises:
+        ConfigError: ``data.eos`` names a token that the tokenizer lacks.
+    """
+    if not isinstance(data.eos, tuple) or not data.eos:
+        return None if data.eos is False else parts.end
+    token = data.eos[0]
+    text = token if isinstance(token, str) else parts.library.id_to_token(token)
+    if text is None or parts.library.token_to_id(text) is None:
+        raise ConfigError(
+            f"data.eos = {token!r}: the tokenizer has no such token; give the text of a token of"
+            " its vocabulary, or a number"
+        )
+    return text
 
 
 def _template(data: DataConfig, parts: ChatParts) -> Template | None:

@@ -24,6 +24,7 @@ from penstock.config.values import PAIR, RECORD_OBJECTIVES, WEIGHTED
 from penstock.host.errors import ConfigError, reason
 from penstock.host.files import DAMAGED, parse_json, writing
 from penstock.models.data.cache import Made, NewFile, TokenCache, cached, key_of
+from penstock.models.data.chat.remarks import lines_of
 from penstock.models.data.chunks import ChunkHasher, Progress
 from penstock.models.data.marks import Marks
 from penstock.models.data.reading.record import TEXT, is_chat
@@ -320,6 +321,9 @@ class RowSources:
         )
         if is_cached:
             self._progress("data: takes rows that were made of the same records before")
+        tally = made[paths[splits[0]]]["tally"]
+        for line in lines_of(tally.get("remarks", {}), tally["lost"], self._way.template):
+            self._progress(line)
         return {split: self._entry(split, made[path]) for split, path in paths.items()}
 
     def _cache_key(
