@@ -6,7 +6,7 @@ Keys and rules are those of PEFT's ``LoraConfig``, under shorter names.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -123,6 +123,9 @@ def matcher(names: str | tuple[str, ...]) -> Callable[[str], bool]:
     return lambda name: any(name == each or name.endswith(f".{each}") for each in names)
 
 
-def ends_with(name: str, patterns: tuple[str, ...]) -> str | None:
-    """Returns the first pattern that matches the end of a module's name at a dot, as in PEFT."""
-    return next((p for p in patterns if re.match(rf"(.*\.)?({p})$", name)), None)
+def end_matcher(patterns: Iterable[str]) -> Callable[[str], str | None]:
+    """Returns a function of a module's name: the first pattern that matches the end of the name at
+    a dot, as in PEFT.
+    """
+    rules = [(pattern, re.compile(rf"(.*\.)?({pattern})$")) for pattern in patterns]
+    return lambda name: next((pattern for pattern, rule in rules if rule.match(name)), None)

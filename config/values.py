@@ -300,8 +300,8 @@ def check_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
     for pattern in patterns:
         try:
             re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"{pattern[:80]!r} is no regular expression: {error}") from error
     return patterns
 
 

@@ -21,6 +21,7 @@ from penstock.config.adapter import AdapterConfig
 from penstock.config.evaluation import EVAL
 from penstock.config.schema import Config
 from penstock.config.values import AUTO
+from penstock.host.bounds import Bounds
 from penstock.host.errors import ConfigError, StateError
 from penstock.host.files import DAMAGED, parse_json, write_atomically
 from penstock.models.adapters.files import SETTINGS, WEIGHTS, read_kept, read_settings
@@ -28,7 +29,7 @@ from penstock.models.apart.verdicts import sharing_of
 from penstock.models.checkpoints.carried import keep_carried
 from penstock.models.checkpoints.causes import check_folder, check_model_folder
 from penstock.models.checkpoints.files import has_weights
-from penstock.models.data.bounds import BUILDING_S, OPENING_S, BoundedTokenizer, Bounds
+from penstock.models.data.bounds import BUILDING_S, OPENING_S, BoundedTokenizer
 from penstock.models.data.chunks import Progress
 from penstock.models.data.marks import Marks, end_ids, marks_of_text
 from penstock.models.data.objectives import own_objective

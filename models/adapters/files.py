@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from penstock.config.adapter import ALL_LINEAR, AdapterConfig, matcher
+from penstock.host.bounds import matching
 from penstock.host.errors import ConfigError, StateError, reason
 from penstock.host.files import DAMAGED, is_file, parse_json
 from penstock.protocol.run.checksums import ADAPTER, read_checked
@@ -95,11 +96,12 @@ def read_settings(folder: Path, modules: Collection[str], dropout: float) -> Ada
         chosen["targets"] = ALL_LINEAR
     elif isinstance(targets, list):
         in_layers, is_target = _layers(path, fields), matcher(tuple(targets))
-        chosen["targets"] = [name for name in modules if is_target(name) and in_layers(name)]
+        with matching(f"{path}: layers_pattern", fields.get("layers_pattern") or ""):
+            chosen["targets"] = [name for name in modules if is_target(name) and in_layers(name)]
         if not chosen["targets"]:
             raise ConfigError(
-                f"{path}: target_modules = {targets}: no module of this model has such a name; the"
-                " adapter belongs to another model"
+                f"{path}: target_modules = {_cut(targets)}: no module of this model has such a"
+                " name; the adapter belongs to another model"
             )
     elif fields.get("layers_to_transform") is not None:
         raise ConfigError(f"{path}: layers_to_transform needs target_modules to be a list")
@@ -108,7 +110,7 @@ def read_settings(folder: Path, modules: Collection[str], dropout: float) -> Ada
     except ValidationError as error:
         first = error.errors()[0]
         key = next((theirs for theirs, ours in _OURS.items() if ours in first["loc"]), "a value")
-        raise StateError(f"{path}: {key} = {fields.get(key)!r}: {first['msg']}") from error
+        raise StateError(f"{path}: {key} = {_cut(fields.get(key))}: {first['msg']}") from error
 
 
 def read_kept(run_dir: Path, dropout: float) -> AdapterConfig:
@@ -249,7 +251,7 @@ def _layers(path: Path, fields: Mapping[str, Any]) -> Callable[[str], bool]:
         if not all(type(number) is int for number in numbers):
             raise ValueError("expected numbers of layers")
         rules = [re.compile(text) for text in texts or [r".*?\.[^.]*\.(?P<idx>\d+)\."]]
-    except (re.error, ValueError) as error:
+    except (re.error, OverflowError, RecursionError, ValueError) as error:
         shown = f"layers_to_transform = {_cut(chosen)}, layers_pattern = {_cut(patterns)}"
         raise StateError(f"{path}: {shown}: {reason(error)}") from error
 

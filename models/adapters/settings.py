@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from penstock.config.adapter import ALL_LINEAR, AdapterConfig, ends_with, matcher
+from penstock.config.adapter import ALL_LINEAR, AdapterConfig, end_matcher, matcher
+from penstock.host.bounds import matching
 from penstock.host.errors import ConfigError
 from penstock.models.adapters.files import read_settings
 from penstock.protocol.plan.groups import near_names
@@ -67,13 +68,14 @@ def resolved(config: AdapterConfig, model: Any) -> Adapter:
         config = read_settings(config.path, modules, config.dropout)
     saved = _saved(config, modules)
     _check_tied(saved, model)
-    adapted, excluded = {}, matcher(config.exclude)
-    for name in _targets(config, model, modules):
-        if excluded(name):
-            continue
-        if any(name == whole or name.startswith(f"{whole}.") for whole in saved):
-            continue
-        adapted[name] = _adapted(config, name)
+    with matching("adapter.targets", config.targets):
+        names = [*_targets(config, model, modules)]
+    excluded = matcher(config.exclude)
+    with matching("adapter.exclude", config.exclude):
+        names = [name for name in names if not excluded(name)]
+    adapted = _adapted(
+        config, [n for n in names if not any(f"{n}.".startswith(f"{whole}.") for whole in saved)]
+    )
     if not adapted:
         raise ConfigError(
             f"adapter.targets {_shown(config.targets)}: adapter.exclude {_shown(config.exclude)}"
@@ -94,12 +96,18 @@ def product_kinds() -> tuple[type[nn.Module], ...]:
     return nn.Linear, Conv1D
 
 
-def _adapted(config: AdapterConfig, name: str) -> AdaptedModule:
-    rank = ends_with(name, tuple(config.rank_pattern))
-    scaled = ends_with(name, tuple(config.alpha_pattern))
-    r = config.r if rank is None else config.rank_pattern[rank]
-    alpha = config.alpha if scaled is None else config.alpha_pattern[scaled]
-    return AdaptedModule(r, alpha / (math.sqrt(r) if config.rslora else r))
+def _adapted(config: AdapterConfig, names: Sequence[str]) -> dict[str, AdaptedModule]:
+    """Returns the adapter of each module that is named."""
+    with matching("adapter.rank_pattern", config.rank_pattern, len(names)):
+        ranks = [*map(end_matcher(config.rank_pattern), names)]
+    with matching("adapter.alpha_pattern", config.alpha_pattern, len(names)):
+        scales = [*map(end_matcher(config.alpha_pattern), names)]
+    adapted = {}
+    for name, rank, scaled in zip(names, ranks, scales, strict=True):
+        r = config.r if rank is None else config.rank_pattern[rank]
+        alpha = config.alpha if scaled is None else config.alpha_pattern[scaled]
+        adapted[name] = AdaptedModule(r, alpha / (math.sqrt(r) if config.rslora else r))
+    return adapted
 
 
 def _targets(config: AdapterConfig, model: Any, modules: Mapping[str, nn.Module]) -> Iterator[str]:

@@ -1,22 +1,14 @@
 """Bounds of time and memory for code that a model folder controls: tokenizers, regular expressions,
-and numbers of modules.
-
-Such code may never return to Python, or end the process from inside. The process therefore states
-the possible cause of its death beforehand, in the words that its parent shows; then the system ends
-the process.
+and numbers of modules (:mod:`penstock.host.bounds`).
 """
 
 from __future__ import annotations
 
-import resource
-import signal
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from penstock.host.cgroup import tightest_memory
-from penstock.host.errors import ConfigError, PenstockError, reason
+from penstock.host.bounds import Bounds
 from penstock.models.data.chat.encoder import ChatParts
 from penstock.models.data.pieces.encoding import Encoded, Guard, unbounded
 from penstock.models.data.reading.records import Document
@@ -32,62 +24,6 @@ _BYTES_PER_S = 2000
 """Lower bound of a tokenizer's speed; usual ones encode some 300,000 bytes a second."""
 _MOST_BYTES = 4
 """Bytes of a character."""
-_LEAST_BYTES = 4 << 30
-
-
-@dataclass(slots=True)
-class Bounds:
-    """The bounds of a process. If it is not ``alone``, only errors of other languages become Python
-    errors. ``last_words`` is the work that the process has named last.
-    """
-
-    alone: bool = False
-    last_words: str = ""
-
-    def limit_memory(self) -> None:
-        """Limits the process to the machine's free memory, so that an allocation fails before the
-        system kills other processes.
-        """
-        if self.alone:
-            room = max(_LEAST_BYTES, tightest_memory().available)
-            _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-            room = room if hard == resource.RLIM_INFINITY else min(room, hard)
-            resource.setrlimit(resource.RLIMIT_DATA, (room, hard))
-
-    @contextmanager
-    def within(self, what: str, cpu_s: float) -> Iterator[None]:
-        """Runs code inside for at most ``cpu_s`` CPU seconds; ``what`` names the work in errors.
-
-        Raises:
-            ConfigError: it ran out of memory, or panicked.
-        """
-        if self.alone:
-            self._say_last_words(what)
-            # Unhandled, and by the process's own time: the signal must end a call that never
-            # returns, and another load on the machine does not count.
-            signal.setitimer(signal.ITIMER_PROF, cpu_s)
-        try:
-            yield
-        except PenstockError:
-            raise
-        except MemoryError as error:
-            raise ConfigError(f"{what}: takes more memory than there is") from error
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":
-                raise
-            raise ConfigError(f"{what}: {reason(Exception(str(error)))}") from error
-        finally:
-            if self.alone:
-                signal.setitimer(signal.ITIMER_PROF, 0.0)
-
-    def _say_last_words(self, what: str) -> None:
-        if what != self.last_words:  # once for all documents
-            self.last_words = what
-            sys.stderr.write(
-                f"penstock: {what}: the process was ended from outside, or took far more CPU time"
-                " than it should, or more memory than there is\n"
-            )
-            sys.stderr.flush()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from penstock.host.bounds import Bounds
 from penstock.host.errors import ConfigError, StateError
 from penstock.host.files import write_atomically, writing
 from penstock.models.binding import TORCH_DTYPES
@@ -234,15 +235,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     def work() -> None:
-        import_checkpoint(
-            options.run_dir,
-            options.source,
-            options.report,
-            ImportOptions(weights_only=options.weights_only, samples_seen=options.samples_seen),
-            into=options.into,
-            verifies=options.verify,
-            say=_say,
-        )
+        model = RunDirectory(options.run_dir).config.model.path
+        folders = [options.source, *([] if model is None else [model])]
+        with Bounds(alone=options.parent_pid is not None).reading(*folders, copies=True):
+            import_checkpoint(
+                options.run_dir,
+                options.source,
+                options.report,
+                ImportOptions(weights_only=options.weights_only, samples_seen=options.samples_seen),
+                into=options.into,
+                verifies=options.verify,
+                say=_say,
+            )
 
     return tool_main(work, options.report, options.parent_pid)
 

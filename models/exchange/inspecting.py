@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock.host.bounds import Bounds
 from penstock.models.exchange.readers import open_checkpoint
 from penstock.protocol.run.process import tool_main
 
@@ -22,7 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     def work() -> None:
-        fields = open_checkpoint(options.path).to_fields()
+        with Bounds(alone=options.parent_pid is not None).reading(options.path):
+            fields = open_checkpoint(options.path).to_fields()
         sys.stdout.write(json.dumps(fields) + "\n")
 
     return tool_main(work, options.path, options.parent_pid)

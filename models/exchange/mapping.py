@@ -277,7 +277,7 @@ def _check_ties(
     findings: _Findings,
 ) -> None:
     """Refuses two different tensors of the checkpoint for one of the model."""
-    for names in names_of.values():
+    for names in (each for each in names_of.values() if len(each) > 1):
         for role in {role for name, role in by_key if name in names[1:]}:
             first, *others = (by_key[name, role] for name in names if (name, role) in by_key)
             for other in others:

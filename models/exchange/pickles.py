@@ -270,6 +270,8 @@ class _Archive:
             self._entries = {
                 entry.filename.partition("/")[2]: entry for entry in archive.infolist()
             }
+        if sum(entry.compress_size for entry in self._entries.values()) > length:
+            raise PickleError("entries of its directory overlap")
         self._storages: dict[str, _Storage] = {}
 
     def load(self) -> Any:

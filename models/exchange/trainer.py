@@ -8,6 +8,7 @@ name is given only where the numbers of parameters and all shapes agree.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,9 +66,11 @@ _OLD_RULE = ("bias",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Numbered:
-    """A parameter of ``optimizer.pt``; its state by the names of the arrays."""
+    """A parameter of ``optimizer.pt``; its state by the names of the arrays. The ``number`` is a
+    text, as keys of pickles are.
+    """
 
-    number: int | str
+    number: str
     arrays: Mapping[str, PickledTensor]
     step: int | None
 
@@ -256,14 +259,12 @@ def _read_optimizer(path: Path, name: str | None) -> _Optimizer:
         if problem := _other_optimizer(path, name, states, settings):
             return _Optimizer(path=path, problems=(problem,))
         groups = tuple(_group(path, group, states) for group in settings)
-        numbers = [member.number for group in groups for member in group.members]
-        members = set(numbers)
-        if len(members) < len(numbers):
-            repeated = {str(number) for number in numbers if numbers.count(number) > 1}
+        members = Counter(member.number for group in groups for member in group.members)
+        if repeated := sorted(number for number, count in members.items() if count > 1):
             raise StateError(
-                f"{path}: param_groups have the parameters {few(sorted(repeated))} more than once"
+                f"{path}: param_groups have the parameters {few(repeated)} more than once"
             )
-        if others := [str(number) for number in states if number not in members]:
+        if others := [number for number in states if number not in members]:
             raise StateError(f"{path}: no group has the parameters {few(others)} of its state")
     except StateError as error:
         return _Optimizer(path=path, problems=(f"{error}; or {_REMEDY}",))
@@ -310,7 +311,8 @@ def _group(path: Path, fields: Mapping[Any, Any], states: Mapping[Any, Any]) -> 
 def _numbered(path: Path, number: Any, states: Mapping[Any, Any]) -> _Numbered:
     if not isinstance(number, int | str):
         raise StateError(f"{path}: a parameter has a number of type {type(number).__name__}")
-    entry = expect(states.get(number, {}), dict, path, f"state[{number!r}]")
+    number = str(number)
+    entry = expect(states.get(number, {}), dict, path, f"state[{number}]")
     arrays = {
         name: expect(entry[name], PickledTensor, path, f"{name} of parameter {number}")
         for name in _MOMENTS

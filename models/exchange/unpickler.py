@@ -3,14 +3,18 @@
 :func:`pickletools.genops` reads the opcodes. Containers, numbers and texts become those of Python.
 A class or function of the pickle becomes a :class:`StandIn`, and so does the result of its call.
 Full names in the caller's table of constructors are the exception. Each opcode has at least one
-byte, allocates less than 1 KiB beyond its argument, and costs constant time.
+byte, allocates less than 4 KiB beyond its argument, and costs constant time.
+
+The hash of a number is no secret, so a stranger can choose numbers that collide in a dictionary.
+Numbers and tuples as keys therefore become texts, as in JSON. A set becomes a list.
 """
 
 from __future__ import annotations
 
+import math
 import pickletools
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +26,15 @@ MAX_OBJECTS = 4_000_000
 """Most containers, calls, texts and remembered values of a pickle."""
 
 MAX_KEY_ITEMS = 16
-"""Longest tuple as a key of a dictionary: a tuple is hashed at each use."""
+"""Longest tuple as a key of a dictionary: a tuple is written out at each use."""
+
+_MAX_NAME = 1000
+"""Most characters of the module and the name of a class or function, together."""
+
+_MAX_BITS = 1023
+"""Most bits of an integer. Larger ones become infinite: they have no float, and Python does not
+print the largest.
+"""
 
 
 class PickleError(Exception):
@@ -56,7 +68,10 @@ class StandIn:
     @property
     def attributes(self) -> Mapping[str, Any]:
         """The attributes in ``state``; empty if the state has another form."""
+        # Those of a class with __slots__ are a pair. A longer tuple may repeat one dictionary.
         parts = self.state if isinstance(self.state, tuple) else (self.state,)
+        if len(parts) > 2:
+            return {}
         attributes: dict[str, Any] = {}
         for part in parts:
             if isinstance(part, dict):
@@ -74,7 +89,7 @@ def _ordered(args: tuple[Any, ...]) -> Any:
     for pair in pairs:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise PickleError("an OrderedDict has an item that is no pair")
-        result[_key(pair[0])] = pair[1]
+        _set(result, pair[0], pair[1])
     return result
 
 
@@ -105,8 +120,8 @@ CONTAINERS: Mapping[str, Constructor] = MappingProxyType(
             for name, made in (
                 ("list", _sequence),
                 ("tuple", lambda args: tuple(_sequence(args))),
-                ("set", lambda args: {_key(item) for item in _sequence(args)}),
-                ("frozenset", lambda args: frozenset(map(_key, _sequence(args)))),
+                ("set", _sequence),
+                ("frozenset", _sequence),
                 ("dict", lambda args: dict(_ordered(args))),
             )
         },
@@ -115,18 +130,26 @@ CONTAINERS: Mapping[str, Constructor] = MappingProxyType(
 """Constructors of containers, by full name."""
 
 
-def _key(value: Any) -> Hashable:
-    """Returns ``value`` if its hash takes constant time: a nested tuple's may take exponential."""
+def _key(value: Any) -> str | StandIn:
+    """Returns a key of a dictionary: a text, or an object, which is hashed by its address."""
+    if isinstance(value, str | StandIn):
+        return value
     parts = value if isinstance(value, tuple) else (value,)
     if len(parts) > MAX_KEY_ITEMS:
         raise PickleError(f"a key of a dictionary is a tuple of over {MAX_KEY_ITEMS} values")
     for part in parts:
-        if isinstance(part, int) and part.bit_length() > 64:
-            raise PickleError("a key of a dictionary is a number of over 64 bits")
         if not isinstance(part, str | bytes | int | float | StandIn | None):
             raise PickleError(f"a key of a dictionary is of type {type(part).__name__}")
-    hashable: Hashable = value
-    return hashable
+    objects = "".join(f"#{id(part):x}" for part in parts if isinstance(part, StandIn))
+    return f"{value!r}{objects}"
+
+
+def _set(target: dict[Any, Any], key: Any, value: Any) -> None:
+    """Sets an item of a dictionary. A repeated key is refused: 1 and '1' would be one text."""
+    key = _key(key)
+    if key in target:
+        raise PickleError(f"a dictionary has the key {str(key)[:40]!r} twice")
+    target[key] = value
 
 
 _MARK = object()
@@ -145,7 +168,7 @@ class Unpickler:
     ) -> None:
         self._constructors, self._values, self._persistent = constructors, values, persistent
         self._stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
+        self._memo: list[Any] = []
         self._num_objects = 0
 
     def load(self, data: bytes) -> Any:
@@ -180,9 +203,10 @@ class Unpickler:
         if not isinstance(function, StandIn) or not isinstance(args, tuple):
             raise PickleError("its pickle calls a value that is no function")
         if function.args is not None:  # the result of a call is called in its turn
-            return StandIn(f"{function.name}()", args)
+            return StandIn(f"{function.name.removesuffix('()')}()", args)
         if function.name in self._constructors and not keywords:
             # A constructor copies its argument, which the pickle may name again and again.
+            self._count(len(args))
             self._count(sum(len(value) for value in args if isinstance(value, Sized)))
             return self._constructors[function.name](args)
         return StandIn(function.name, args, keywords or {})
@@ -191,6 +215,8 @@ class Unpickler:
         if name in _COUNTED:
             self._count(1)
         if name in _ARGUMENTS:
+            if isinstance(argument, int) and argument.bit_length() > _MAX_BITS:
+                argument = math.inf if argument > 0 else -math.inf
             self._stack.append(argument)
         elif name in _CONSTANTS:
             self._stack.append(_CONSTANTS[name])
@@ -226,7 +252,17 @@ class Unpickler:
         return value
 
     def _put(self, index: int) -> None:
+        """Remembers a value. Picklers number the values; a table of chosen numbers may be slow."""
+        if not 0 <= index < MAX_OBJECTS:
+            raise PickleError(f"its pickle remembers the value {index}")
+        self._memo += [_MARK] * (index + 1 - len(self._memo))
         self._memo[index] = self._top()
+
+    def _get(self, index: int) -> Any:
+        value = self._memo[index] if index >= 0 else _MARK
+        if value is _MARK:
+            raise PickleError("its pickle names a value that it has not remembered")
+        return value
 
     def _extend(self, items: list[Any]) -> None:
         target = self._top()
@@ -234,8 +270,6 @@ class Unpickler:
             target.items += items
         elif isinstance(target, list):
             target += items
-        elif isinstance(target, set):
-            target.update(map(_key, items))
         else:
             raise PickleError("its pickle extends a value that is no list")
 
@@ -246,7 +280,8 @@ class Unpickler:
         if isinstance(target, StandIn):
             target.items += pairs
         elif isinstance(target, dict):
-            target.update((_key(key), value) for key, value in pairs)
+            for key, value in pairs:
+                _set(target, key, value)
         else:
             raise PickleError("its pickle sets items of a value that is no dictionary")
 
@@ -278,12 +313,17 @@ class Unpickler:
 
     def _named(self, argument: str) -> Any:
         """Returns the value of a module and a name, with a space in between."""
+        if len(argument) > _MAX_NAME:
+            raise PickleError(f"its pickle has a name of over {_MAX_NAME:,} characters")
         return self.find_class(argument.replace(" ", ".", 1))
 
     def _global(self) -> None:
         module, name = self._pops(2)
         if not isinstance(module, str) or not isinstance(name, str):
             raise PickleError("its pickle has a name that is no text")
+        # The argument of this opcode is on the stack, and may be named again and again.
+        if len(module) + len(name) > _MAX_NAME:
+            raise PickleError(f"its pickle has a name of over {_MAX_NAME:,} characters")
         self._stack.append(self.find_class(f"{module}.{name}"))
 
 
@@ -315,13 +355,13 @@ _ACTIONS: Mapping[str, Callable[[Unpickler, Any], None]] = MappingProxyType(
         "FRAME": lambda self, argument: None,
         "EMPTY_LIST": lambda self, argument: _push(self, []),
         "EMPTY_DICT": lambda self, argument: _push(self, {}),
-        "EMPTY_SET": lambda self, argument: _push(self, set()),
+        "EMPTY_SET": lambda self, argument: _push(self, []),
         "LIST": lambda self, argument: _push(self, self._since_mark()),
         "TUPLE": lambda self, argument: _push(self, tuple(self._since_mark())),
         "TUPLE1": lambda self, argument: _push(self, self._pops(1)),
         "TUPLE2": lambda self, argument: _push(self, self._pops(2)),
         "TUPLE3": lambda self, argument: _push(self, self._pops(3)),
-        "FROZENSET": lambda self, argument: _push(self, frozenset(map(_key, self._since_mark()))),
+        "FROZENSET": lambda self, argument: _push(self, self._since_mark()),
         "DICT": lambda self, argument: self._dict(),
         "APPEND": lambda self, argument: self._extend([self._pop()]),
         "APPENDS": lambda self, argument: self._extend(self._since_mark()),
@@ -333,7 +373,7 @@ _ACTIONS: Mapping[str, Callable[[Unpickler, Any], None]] = MappingProxyType(
         "DUP": lambda self, argument: _push(self, self._top()),
         **dict.fromkeys(
             ("GET", "BINGET", "LONG_BINGET"),
-            lambda self, argument: _push(self, self._memo[argument]),
+            lambda self, argument: _push(self, self._get(argument)),
         ),
         **dict.fromkeys(
             ("PUT", "BINPUT", "LONG_BINPUT"), lambda self, argument: self._put(argument)

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 
 from penstock.config.schema import Config
 from penstock.config.training import TrainConfig
+from penstock.host.bounds import matching
 from penstock.host.errors import ConfigError
 from penstock.models.adapters.settings import Adapter
 from penstock.models.loss import loss_rows
@@ -84,8 +85,9 @@ def _frozen_names(
     """
     names = [name for group in tied.values() for name in group]
     key, patterns = ("train.only", train.only) if train.only else ("train.freeze", train.freeze)
-    check_matches(key, patterns, names)
-    frozen = {o for o, group in tied.items() if is_matched(patterns, group) != bool(train.only)}
+    with matching(key, patterns, len(names)):
+        check_matches(key, patterns, names)
+        frozen = {o for o, group in tied.items() if is_matched(patterns, group) != bool(train.only)}
     if adapter is not None:
         frozen |= {o for o, group in tied.items() if not any(map(adapter.trains, group))}
     if len(frozen) == len(tied):

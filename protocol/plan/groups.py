@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from penstock.config.training import GroupConfig, OptimizerConfig
+from penstock.host.bounds import matching
 from penstock.host.errors import ConfigError
 from penstock.shm.table import BlockTable, TensorSpec, padded
 
@@ -71,6 +72,13 @@ def check_groups(table: BlockTable, groups: Sequence[GroupConfig]) -> None:
         ConfigError: a pattern matches no parameter, or a group no trainable one, or only those of
             earlier groups. The error names the group, and near names.
     """
+    patterns = [pattern for group in groups for pattern in group.match]
+    tensors = sum(len(block.tensors) for block in table.blocks)
+    with matching("optimizer.groups", patterns, tensors):
+        _check_groups(table, groups)
+
+
+def _check_groups(table: BlockTable, groups: Sequence[GroupConfig]) -> None:
     aliases = _aliases(table)
     tensors = {tensor.name: tensor for block in table.blocks for tensor in block.tensors}
     names = {name: (name, *aliases.get(name, ())) for name in tensors}

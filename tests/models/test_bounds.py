@@ -16,7 +16,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from penstock.config.schema import parse_config
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.host.errors import ConfigError
-from penstock.models.data.bounds import Bounds
+from penstock.host.bounds import Bounds
 from penstock.models.prepare import prepare
 from penstock.models.surgery.hf import resolve_hf_config
 from tests.folders import save_model
@@ -57,7 +57,7 @@ def test_what_never_returns_is_ended_by_its_own_time() -> None:
     """Also inside of a call that no handler of Python interrupts; its parent says which."""
     program = (
         "import sys\n"
-        "from penstock.models.data.bounds import Bounds\n"
+        "from penstock.host.bounds import Bounds\n"
         "with Bounds(alone=True).within('encoding this', 1.0):\n"
         "    while True: sum(range(1 << 40))\n"
     )
@@ -101,7 +101,7 @@ def test_the_last_words_of_a_process_that_was_killed_become_an_error(
     module = tmp_path / "killed_by_itself.py"
     module.write_text(
         "import os, signal\n"
-        "from penstock.models.data.bounds import Bounds\n"
+        "from penstock.host.bounds import Bounds\n"
         "with Bounds(alone=True).within('opening it', 60.0):\n"
         "    os.kill(os.getpid(), signal.SIGABRT)\n"
     )

@@ -416,7 +416,7 @@ def test_a_record_without_an_end_is_bounded(
         texts(path)
     assert str(caught.value) == (
         f"{path}, line 1, record 1: is longer than 1,048,576 characters, or a string in it has no"
-        " end"
+        " end; give each record a line or an object of its own"
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
+from penstock.host.bounds import limited
 from penstock.models.data.chat.requests import ASSISTANT, TOOL, USER, Turn
 
 _WORD = "zqxprobe"
@@ -35,6 +36,10 @@ _LISTED = re.compile(rf"['\"]text['\"]:\s*['\"]{_WORD}")
 """A list of parts that a template has printed as a value of Python or of JSON."""
 
 
+_RENDERING_S, _RENDERING_BYTES = 30.0, 2 << 30
+"""CPU seconds and memory of a rendering. A template may loop for years, or multiply a text."""
+
+
 class Arguments(Enum):
     """Forms of a tool call's arguments that a template takes."""
 
@@ -47,13 +52,17 @@ def render_template(text: str, messages: Sequence[Any], **variables: Any) -> tup
     """Returns a conversation as the template ``text`` renders it, and its marked spans.
 
     Any error of the template passes through.
+
+    Raises:
+        ConfigError: the template takes too long, or too much memory.
     """
     # The import takes a second, and data without conversations never needs it.
     from transformers.utils.chat_template_utils import render_jinja_template
 
     # The function is annotated with a result that it does not have.
     render: Any = render_jinja_template
-    (rendered,), spans = render(conversations=[messages], chat_template=text, **variables)
+    with limited("rendering", _RENDERING_S, _RENDERING_BYTES):
+        (rendered,), spans = render(conversations=[messages], chat_template=text, **variables)
     return rendered, spans
 
 

@@ -6,18 +6,20 @@ Row groups, batches and rows are counted from 1.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from penstock.host.errors import ConfigError, reason
-from penstock.models.data.reading.opening import CountBytes, library
+from penstock.models.data.reading.opening import CountBytes, check_expansion, library
 from penstock.models.data.reading.record import TEXT, Record, check_columns, not_text
 
 _BATCH_ROWS = 32
 """Rows that are in memory at once, next to one page of Parquet; a text may be a whole book."""
 _BUFFER_BYTES = 1 << 20
+_VALUE_BYTES = 8
 _FILE_MAGIC = b"ARROW1"
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 """Last bytes of an Arrow stream that its writer has closed. The library reads a stream that was cut
@@ -38,6 +40,8 @@ def parquet_rows(path: Path, encoding: str, read: CountBytes, only: str | None) 
         file = parquet.ParquetFile(opened, buffer_size=_BUFFER_BYTES, pre_buffer=False)
         _check_schema(path, file.schema_arrow, arrow, only)
         size, rows = os.path.getsize(path), file.metadata.num_rows
+        check_expansion(path, _VALUE_BYTES * rows)
+        content = _Content(path)
         done = counted = 0
         for group in range(file.num_row_groups):
             batches = file.iter_batches(
@@ -45,7 +49,8 @@ def parquet_rows(path: Path, encoding: str, read: CountBytes, only: str | None) 
             )
             row = 0
             for batch in batches:
-                yield from _records(path, f"row group {group + 1}", row, batch, arrow)
+                part = f"row group {group + 1}"
+                yield from content.counted(_records(path, part, row, batch, arrow))
                 row += batch.num_rows
                 done += batch.num_rows
                 # Bytes of columns and pages are not known apart: rows share the file's bytes.
@@ -69,9 +74,9 @@ def arrow_rows(path: Path, encoding: str, read: CountBytes, only: str | None) ->
         fields = None if only is None else [schema.get_field_index(only)]
         options = ipc.IpcReadOptions(included_fields=fields, use_threads=False)
         batches = _batches(_reader(ipc, opened, is_file, options))
-        place = 0
+        place, content = 0, _Content(path)
         for number, batch in enumerate(batches, start=1):
-            yield from _records(path, f"batch {number}", 0, batch, arrow)
+            yield from content.counted(_records(path, f"batch {number}", 0, batch, arrow))
             read(max(0, opened.tell() - place))
             place = max(place, opened.tell())
         size = os.path.getsize(path)
@@ -81,6 +86,36 @@ def arrow_rows(path: Path, encoding: str, read: CountBytes, only: str | None) ->
                 f"{path}: is an Arrow stream without its end; it was cut short, or never closed"
             )
         read(size - place)
+
+
+@dataclass(slots=True)
+class _Content:
+    """Bytes of a file's values. A value may be in the file once, and in any number of rows."""
+
+    path: Path
+    num_bytes: int = 0
+
+    def counted(self, records: Iterable[Record]) -> Iterator[Record]:
+        """Yields records.
+
+        Raises:
+            ConfigError: the content is too long for the file.
+        """
+        for record in records:
+            self.num_bytes += _weight(record.fields)
+            check_expansion(self.path, self.num_bytes)
+            yield record
+
+
+def _weight(value: Any) -> int:
+    """Returns the bytes of a value, each number as one word."""
+    if isinstance(value, str | bytes):
+        return _VALUE_BYTES + len(value)
+    if isinstance(value, list | tuple):
+        return _VALUE_BYTES + sum(map(_weight, value))
+    if isinstance(value, Mapping):
+        return _VALUE_BYTES + sum(map(_weight, value.values()))
+    return _VALUE_BYTES
 
 
 def _reader(ipc: Any, opened: BinaryIO, is_file: bool, options: Any) -> Any:

@@ -16,7 +16,7 @@ from penstock.models.data.reading.opening import CountBytes
 from penstock.models.data.reading.record import Record, check_columns, shown_name
 
 _MAX_CHARACTERS = 1 << 28
-"""Characters of one field; a quote without an end would fill all memory."""
+"""Characters of one field or line; a quote without an end would fill all memory."""
 _OTHER_SEPARATORS = (";", "\t", "|")
 """Characters between the fields of files that are no CSV for this reader."""
 
@@ -62,7 +62,7 @@ def _check_header(place: str, header: list[str]) -> None:
 
 def _rows(path: Path, parts: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
     """Yields the rows that are not empty, each with the line where it starts."""
-    rows = csv.reader(_lines(parts), strict=True)
+    rows = csv.reader(_lines(path, parts), strict=True)
     while True:
         where = f"line {rows.line_num + 1}"
         try:
@@ -75,14 +75,25 @@ def _rows(path: Path, parts: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
             yield where, row
 
 
-def _lines(parts: Iterable[str]) -> Iterator[str]:
-    """Yields lines with their ends; only a line feed ends a line."""
+def _lines(path: Path, parts: Iterable[str]) -> Iterator[str]:
+    """Yields lines with their ends; only a line feed ends a line.
+
+    Raises:
+        ConfigError: a line is too long.
+    """
     begun: list[str] = []
+    size, number = 0, 1
     for part in parts:
         *lines, last = part.split("\n")
         for line in lines:
             yield "".join([*begun, line, "\n"])
-            begun = []
+            begun, size, number = [], 0, number + 1
         begun.append(last)
+        size += len(last)
+        if size > _MAX_CHARACTERS:
+            raise ConfigError(
+                f"{path}, line {number}: is longer than {_MAX_CHARACTERS:,} characters; fields need"
+                " commas and rows need line ends between them"
+            )
     if rest := "".join(begun):
         yield rest

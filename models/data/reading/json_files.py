@@ -38,8 +38,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in fields if keys.count(key) > 1)
+        last = {key: number for number, (key, _) in enumerate(pairs)}
+        repeated = next(key for number, (key, _) in enumerate(pairs) if last[key] > number)
         raise _RepeatedKey(f"an object has the key {shown_name(repeated)} twice; keep one")
     return fields
 
@@ -56,14 +56,14 @@ def json_lines(
         ConfigError: a line is no JSON object.
     """
     with closing(decoded(path, encoding, read)) as parts:
-        for number, line in enumerate(_lines(parts), start=1):
+        for number, line in enumerate(_lines(path, parts), start=1):
             if not line or line.isspace():
                 continue
             where = f"line {number}"
             try:
                 # Files that were put together may have a mark at the start of each.
                 fields = _DECODER.decode(line.removeprefix(MARK))
-            except (ValueError, RecursionError) as error:
+            except (ValueError, RecursionError, MemoryError) as error:
                 raise expected(f"{path}, {where}", EXAMPLE, _cause(error)) from error
             if not isinstance(fields, dict):
                 raise expected(f"{path}, {where}", EXAMPLE)
@@ -148,14 +148,11 @@ class _Window:
         while True:
             try:
                 fields, end = _DECODER.raw_decode(self._text, self._place)
-            except (ValueError, RecursionError) as error:
+            except (ValueError, RecursionError, MemoryError) as error:
                 if not self._is_cut(error):
                     raise expected(place, EXAMPLE, _cause(error)) from error
                 if len(self._text) - self._place > _MAX_CHARACTERS:
-                    raise ConfigError(
-                        f"{place}: is longer than {_MAX_CHARACTERS:,} characters, or a string in it"
-                        " has no end"
-                    ) from error
+                    raise _too_long(place) from error
                 if not self._grow():
                     raise ConfigError(f"{place}: the file ends within this record") from error
                 continue
@@ -195,16 +192,33 @@ def _cause(error: Exception) -> str:
         return error.msg
     if isinstance(error, _RepeatedKey):
         return str(error)
+    if isinstance(error, MemoryError):
+        return "it takes more memory than there is"
     return "nested too deeply" if isinstance(error, RecursionError) else "a number is too long"
 
 
-def _lines(parts: Iterable[str]) -> Iterator[str]:
-    """Yields lines without their ends; only a line feed ends a line."""
+def _lines(path: Path, parts: Iterable[str]) -> Iterator[str]:
+    """Yields lines without their ends; only a line feed ends a line.
+
+    Raises:
+        ConfigError: a line is too long.
+    """
     begun: list[str] = []
+    size, number = 0, 1
     for part in parts:
         first, *others = part.split("\n")
         begun.append(first)
+        size += len(first)
         for other in others:
             yield "".join(begun)
-            begun = [other]
+            begun, size, number = [other], len(other), number + 1
+        if size > _MAX_CHARACTERS:
+            raise _too_long(f"{path}, line {number}")
     yield "".join(begun)
+
+
+def _too_long(place: str) -> ConfigError:
+    return ConfigError(
+        f"{place}: is longer than {_MAX_CHARACTERS:,} characters, or a string in it has no end;"
+        " give each record a line or an object of its own"
+    )

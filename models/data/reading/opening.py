@@ -17,6 +17,10 @@ CountBytes = Callable[[int], None]
 PIECE_BYTES = 1 << 20
 COMPRESSED = (".gz", ".zst")
 """Endings of compressed files."""
+MAX_EXPANSION = 256
+"""Largest content of a compressed file, in sizes of the file. Texts have some 3 to 30."""
+_FREE_BYTES = 1 << 28
+"""Largest content of any file."""
 
 
 def ignore_bytes(count: int) -> None:
@@ -29,14 +33,17 @@ def pieces(path: Path, read: CountBytes = ignore_bytes) -> Iterator[bytes]:
     compressed.
 
     Raises:
-        ConfigError: the file is damaged or cut short, or its library is missing.
+        ConfigError: the file is damaged or cut short, its content is too long for a file of its
+            size, or its library is missing.
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
-        place = 0
+        place = size = 0
         try:
             stream = _STREAMS.get(path.suffix, _plain)(path, file)
             while content := stream.read(PIECE_BYTES):
+                size += len(content)
+                check_expansion(path, size)
                 read(file.tell() - place)
                 place = file.tell()
                 yield content
@@ -48,6 +55,20 @@ def pieces(path: Path, read: CountBytes = ignore_bytes) -> Iterator[bytes]:
                 " short"
             ) from error
         read(file.tell() - place)
+
+
+def check_expansion(path: Path, num_bytes: int) -> None:
+    """Refuses a small file with a content of ``num_bytes`` or more, which no text has.
+
+    Raises:
+        ConfigError: the content is too long for the file.
+    """
+    if num_bytes > _FREE_BYTES and num_bytes > MAX_EXPANSION * path.stat().st_size:
+        raise ConfigError(
+            f"{path}: has {path.stat().st_size:,} bytes, and a content of at least {num_bytes:,},"
+            f" over {MAX_EXPANSION} times as many; if you trust its source, convert it to JSON"
+            " lines without compression"
+        )
 
 
 def library(path: Path, name: str) -> Any:

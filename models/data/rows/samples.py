@@ -15,6 +15,7 @@ import numpy as np
 
 from penstock.config.data import DataConfig
 from penstock.config.values import DPO, WEIGHTED
+from penstock.host.bounds import limited
 from penstock.host.errors import ConfigError
 from penstock.models.data.chat.conversation import checked_variables, pair_of, request_of
 from penstock.models.data.chat.encoder import ChatParts, Encoder
@@ -38,6 +39,10 @@ from penstock.models.data.rows.row_file import BEGINS, COUNTS, ID, Tokens, Weigh
 
 _Batch = list[tuple[int, list[Prepared]]]
 """Numbers of records, and their samples before the encoding."""
+
+_RECORD_S = 120.0
+"""CPU seconds to render the turns of a record. Each turn may need a rendering of all before it."""
+_REMEDY = "; divide the record, or set data.bad_records to skip"
 
 _BATCH_CHARACTERS, _BATCH_RECORDS = 1 << 19, 1 << 10
 """Characters and records that the library encodes in one call. An encoding takes up to 300 bytes a
@@ -243,7 +248,8 @@ class SampleStream:
             read = pair_of if self.data.objective == DPO else request_of
             request = read(record.place, fields, origin.form)
             self._check_kind(request, record.place)
-            drafts = drafts_of(request, way.encoder, way.template, way.choices)
+            with limited(f"{record.place}: rendering its turns", _RECORD_S, remedy=_REMEDY):
+                drafts = drafts_of(request, way.encoder, way.template, way.choices)
             if self.data.objective == WEIGHTED:
                 return with_weights(drafts, record.place, fields, origin.form)
             return drafts

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -27,6 +28,9 @@ from penstock.models.exchange.unpickler import StandIn
 
 METADATA = ".metadata"
 _COPY = "copy the checkpoint again"
+_PRIME = 2**127 - 1
+_MOST, _MOST_AXES = 2**63 - 1, 64
+"""Largest size, and most axes of a tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,11 +162,11 @@ def read_contents(folder: Path) -> Contents:
             f"{path}: has no planner_data, which divides keys into names; save the checkpoint with"
             " the default planner of torch.distributed.checkpoint"
         )
-    places: dict[tuple[str, tuple[int, ...] | None], Slice] = {}
+    places: dict[tuple[str, str | None], Slice] = {}
     for index, info in stored.items():
         place = _attributes(index, path, "an index")
         offset = place.get("offset")
-        start = None if offset is None else _sizes(offset, path)
+        start = None if offset is None else _text_of(_sizes(offset, path))
         places[expect(place.get("fqn"), str, path, "a key"), start] = _slice(info, path)
     tensors: dict[tuple[str, ...], ChunkedTensor] = {}
     values: dict[tuple[str, ...], Slice] = {}
@@ -189,9 +193,16 @@ def _attributes(value: Any, path: Path, name: str) -> Mapping[str, Any]:
 def _sizes(value: Any, path: Path) -> tuple[int, ...]:
     sizes = expect_list(value, path, "a size")
     numbers = tuple(expect(size, int, path, "a size") for size in sizes)
-    if any(number < 0 for number in numbers):
-        raise StateError(f"{path}: has a negative size; {_COPY}")
+    if not all(0 <= number <= _MOST for number in numbers):
+        raise StateError(f"{path}: has a size that is negative, or of over 63 bits; {_COPY}")
+    if len(numbers) > _MOST_AXES:
+        raise StateError(f"{path}: has a tensor of over {_MOST_AXES} axes; {_COPY}")
     return numbers
+
+
+def _text_of(offsets: Sequence[int]) -> str:
+    """Returns offsets as a key. A stranger can choose numbers with hashes that collide."""
+    return ",".join(map(str, offsets))
 
 
 def _slice(value: Any, path: Path) -> Slice:
@@ -212,7 +223,7 @@ def _tensor(
     folder: Path,
     key: str,
     fields: Mapping[str, Any],
-    places: Mapping[tuple[str, tuple[int, ...] | None], Slice],
+    places: Mapping[tuple[str, str | None], Slice],
 ) -> ChunkedTensor:
     path = folder / METADATA
     shape = _sizes(fields.get("size"), path)
@@ -226,9 +237,9 @@ def _tensor(
     for part in expect_list(fields.get("chunks"), path, key):
         chunk = _attributes(part, path, key)
         offsets, sizes = _sizes(chunk.get("offsets"), path), _sizes(chunk.get("sizes"), path)
-        if (key, offsets) not in places:
+        if (key, _text_of(offsets)) not in places:
             raise StateError(f"{path}: has no place of the chunk {list(offsets)} of {key}; {_COPY}")
-        place = places[key, offsets]
+        place = places[key, _text_of(offsets)]
         if math.prod(sizes) * dtype.itemsize > place.length:
             raise StateError(f"{path}: a chunk of {key} is larger than its place; {_COPY}")
         chunks.append(Chunk(offsets=offsets, sizes=sizes, place=place))
@@ -262,25 +273,32 @@ def check_chunks(path: Path, key: str, shape: Sequence[int], chunks: Sequence[Ch
             f"{path}: chunks of {key} are missing: {covered} of {whole} numbers are saved; copy the"
             " files of all ranks"
         )
-    if covered > whole or _any_overlap([chunk for chunk in chunks if math.prod(chunk.sizes)]):
+    if covered > whole or not _are_apart(shape, chunks):
         raise StateError(f"{path}: chunks of {key} overlap; {_COPY}")
 
 
-def _any_overlap(chunks: Sequence[Chunk]) -> bool:
+def _are_apart(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
+    """Returns whether chunks with as many elements as a tensor cover each element once.
+
+    An element at (i, j, ...) stands for the monomial x**i * y**j * ..., and a box of elements for a
+    product of geometric sums. The chunks are apart exactly if their polynomials add up to the whole
+    tensor's. They are compared at a random point modulo a prime (Schwartz-Zippel lemma): different
+    polynomials agree there with a probability below 2**-60. So the time is linear in the chunks.
+    """
     if len(chunks) < 2:
-        return False
-    active: list[Chunk] = []
-    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets):
-        active = [each for each in active if each.offsets[0] + each.sizes[0] > chunk.offsets[0]]
-        if any(_overlap(chunk, other) for other in active):
-            return True
-        active.append(chunk)
-    return False
+        return True
+    points = [2 + secrets.randbelow(_PRIME - 2) for _ in shape]
+    inverses = [pow(point - 1, -1, _PRIME) for point in points]
 
+    def value(offsets: Sequence[int], sizes: Sequence[int]) -> int:
+        product = 1
+        for start, size, point, inverse in zip(offsets, sizes, points, inverses, strict=True):
+            row = pow(point, start, _PRIME) * (pow(point, size, _PRIME) - 1) * inverse
+            product = product * row % _PRIME
+        return product
 
-def _overlap(one: Chunk, other: Chunk) -> bool:
-    sides = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    return all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in sides)
+    total = sum(value(chunk.offsets, chunk.sizes) for chunk in chunks) % _PRIME
+    return total == value([0] * len(shape), shape)
 
 
 def _check_files(folder: Path, places: Iterable[Slice]) -> None:

@@ -20,10 +20,6 @@ _OPTIMIZERS = frozenset({"optimizer", "optimizers", "optim"})
 _MODELS = frozenset({"model", "models", "model_state", "model_state_dict", "state_dict", "module"})
 _COUNTERS = frozenset({STEP, "global_step"})
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-_DEPTH = 3
-"""Lists inside of lists that a setting may have."""
-_MOST_BITS = 64
-"""Bits of an integer: Python does not print a number of thousands of digits."""
 _STATE, _GROUPS = "state.", "param_groups."
 
 
@@ -183,16 +179,16 @@ def _groups(
     return tuple(group_of(group, tuple(names)) for group, names in members.values())
 
 
-def _plain(value: Any, depth: int = 0) -> Any:
-    """Returns a value of plain types; tensors of one number become numbers."""
+def _plain(value: Any, *, in_list: bool = False) -> Any:
+    """Returns a value of plain types; tensors of one number become numbers. A list inside of a list
+    is left out, as a few lists that name one another have billions of items.
+    """
     if isinstance(value, PickledTensor):
         return float(value.load().item()) if value.num_elements == 1 else "a tensor"
     if isinstance(value, StandIn):
         return value.name
-    if isinstance(value, list | tuple) and depth < _DEPTH:
-        return [_plain(item, depth + 1) for item in value]
+    if isinstance(value, list | tuple) and not in_list:
+        return [_plain(item, in_list=True) for item in value]
     if isinstance(value, torch.dtype):
         return str(value)
-    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
-        return "a number"
     return value if isinstance(value, str | int | float | bool | None) else type(value).__name__

@@ -190,10 +190,11 @@ def _rank(path: Path) -> _Rank:
         states = expect(base.get("state"), dict, path, f"{base_key}.state")
         groups = base.get("param_groups") or []
     else:  # of elastic checkpoints: the states of groups, without padding
-        states = dict(enumerate(expect_list(base, path, base_key)))
+        listed = expect_list(base, path, base_key)
+        states = {str(number): state for number, state in enumerate(listed)}
     flats, steps = [], []
     for number, master in enumerate(masters):
-        state = expect(states.get(number, {}), dict, path, f"{base_key}.state[{number}]")
+        state = expect(states.get(str(number), {}), dict, path, f"{base_key}.state[{number}]")
         rows = {MASTER: row(master, path, f"{key}[{number}]")}
         for name in MOMENTS:
             if name in state:
@@ -354,12 +355,13 @@ def frozen_tensors(states: Sequence[ModelStates], root: Path) -> Iterator[Foreig
     for name, shape in states[0].frozen_shapes.items():
         count = math.prod(shape)
         pieces: list[PickledTensor] = []
+        left = count
         for each in states:
             if name not in each.frozen:
                 raise StateError(f"{each.path}: has no part of the frozen {name}; copy it again")
             part = row(each.frozen[name], each.path, name)
-            left = count - sum(piece.num_elements for piece in pieces)
             pieces.append(narrowed(part, 0, min(part.num_elements, left)))
+            left -= pieces[-1].num_elements
         yield _joined(name, WEIGHT, pieces, shape, root, states[-1].path)
 
 

@@ -356,7 +356,7 @@ def test_settings_that_are_no_finite_numbers_are_unknown(tmp_path: Path) -> None
     state = open_checkpoint(save(tmp_path / "ck", model, optimizer))
     (group,) = (group for group in state.groups if "kept" in group.others)
     assert (group.lr, group.betas, group.eps) == (None, None, None)
-    assert "odd" not in group.others and group.others["huge"] == "a number"
+    assert not {"odd", "huge"} & set(group.others)
     assert json.dumps(state.to_fields(), allow_nan=False)
 
 
