@@ -175,9 +175,8 @@ def _run(campaign: Campaign, *, as_json: bool) -> int:
 def _show(
     campaign: Campaign, failure: PenstockError | None, seconds: float, *, as_json: bool
 ) -> None:
-    from rich.console import Console
-
     from penstock.chaos.table import tables_of
+    from penstock.client.views.console import Console
 
     entries = [entry.to_dict() for entry in campaign.injected]
     actions = sum(len(entry["strikes"]) for entry in entries)

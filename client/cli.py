@@ -24,6 +24,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import penstock
 from penstock.host.errors import ConfigError, ExitCode, PenstockError, reason
+from penstock.host.trust import printable
 
 if TYPE_CHECKING:
     from penstock.config.schema import Config
@@ -73,7 +74,7 @@ def errors_explained(
     try:
         yield
     except PenstockError as error:
-        sys.stderr.write(f"penstock: {error}\n")
+        sys.stderr.write(f"penstock: {explained(error)}\n")
         raise typer.Exit(int(error.exit_code)) from error
     except KeyboardInterrupt as error:
         sys.stderr.write("penstock: interrupted\n")
@@ -98,6 +99,14 @@ def exchange_errors_explained(as_json: bool) -> Iterator[None]:
             if as_json:
                 typer.echo(json.dumps({**error.report, "error": str(error)}, indent=1))
             raise ConfigError(str(error)) from error
+
+
+def explained(error: PenstockError) -> str:
+    """Returns the message of an error. One about bad input is a line, as it has names of strangers;
+    others may have a table.
+    """
+    is_input = error.exit_code is ExitCode.BAD_CONFIG
+    return printable(str(error)) if is_input else str(error)
 
 
 def _write_trace(log_dir: Path | None) -> Path:

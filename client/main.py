@@ -26,6 +26,7 @@ from penstock.client.commands import (
     states,
     training,
 )
+from penstock.client.output import guard
 from penstock.client.planning import commands as plan_commands
 
 imported()
@@ -96,6 +97,7 @@ app.add_typer(deploy.app)
 
 def main() -> None:
     """Runs the ``penstock`` command."""
+    guard()
     app()
 
 

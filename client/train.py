@@ -29,9 +29,16 @@ from penstock.client.views.run_view import (
 )
 from penstock.client.views.summary import Summary
 from penstock.config.schema import Config
+from penstock.daemons.node.endpoint import remove_endpoint
 from penstock.daemons.node.main import PREVIOUS_NODE_WAIT_S
 from penstock.daemons.node.preparing.prepare import is_complete, prepare_run
-from penstock.daemons.node.run_lock import RunLock, kept_words, node_lock_path, train_lock_path
+from penstock.daemons.node.run_lock import (
+    RunLock,
+    kept_words,
+    node_lock_path,
+    remove_empty_memory,
+    train_lock_path,
+)
 from penstock.daemons.preload.preloaders import TORCH
 from penstock.daemons.preload.starting import Preloading, Spawning, Starter
 from penstock.host.errors import FAILURES, ExitCode
@@ -117,6 +124,7 @@ def run_training(
         config = with_known_steps(config, run_dir)
         earlier = all_metrics(run_dir)
         if is_complete(directory, config.train.steps):
+            _remove_remains(config, directory)
             display.say(
                 f"{run_dir}: all {config.train.steps} steps are done and saved; raise"
                 f" {config.train.length_key} to continue, or choose another run.dir"
@@ -136,6 +144,14 @@ def run_training(
     for line in closing_words(result, config, held=held, kept=kept):
         display.say(line)
     return result
+
+
+def _remove_remains(config: Config, run: RunDirectory) -> None:
+    """Removes files of the last start: it was killed behind its last step."""
+    for node in config.cluster.nodes:
+        remove_empty_memory(run.run_id, node.name)
+    remove_endpoint(run.path)
+    forget_end(run.path)
 
 
 def _result_of(run_dir: Path, code: int, earlier: Sequence[Metrics], began_s: float) -> TrainResult:

@@ -23,6 +23,7 @@ from typing import Any
 
 from penstock.host.cgroup import tightest_memory
 from penstock.host.errors import ConfigError, PenstockError, reason
+from penstock.host.trust import printable
 
 _LEAST_BYTES = 4 << 30
 _READING_S = 120.0
@@ -110,8 +111,8 @@ class Bounds:
         if what != self.last_words:  # once for all documents
             self.last_words = what
             sys.stderr.write(
-                f"penstock: {what}: the process was ended from outside, or took far more CPU time"
-                " than it should, or more memory than there is\n"
+                f"penstock: {printable(what)}: the process was ended from outside, or took far more"
+                " CPU time than it should, or more memory than there is\n"
             )
             sys.stderr.flush()
 

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import stat
 from collections.abc import Collection
 from pathlib import Path
 
 FOR_OTHERS = 0o077
 """Permissions of group and others."""
+
+_NO_LETTER = re.compile(r"[^ -~]")
+"""Characters that may be unprintable: none of ASCII's letters and signs."""
 
 _KINDS = {
     stat.S_IFREG: "file",
@@ -109,12 +113,17 @@ def user_text(uid: int) -> str:
     return f"user {user_name(uid)} (uid {uid})"
 
 
-def printable(name: str | Path) -> str:
-    """Returns a name with every character escaped that a terminal might obey or cannot show."""
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode()
-        for character in str(name)
-    )
+def printable(name: str | Path, kept: str = "") -> str:
+    """Returns a name with every character escaped that a terminal might obey or cannot show, but
+    for the characters ``kept``.
+    """
+
+    def shown(match: re.Match[str]) -> str:
+        character = match[0]
+        is_shown = character.isprintable() or character in kept
+        return character if is_shown else character.encode("unicode_escape").decode()
+
+    return _NO_LETTER.sub(shown, str(name))
 
 
 def _objection_by_name(path: Path, owners: Collection[int], forbidden: int) -> str:

@@ -24,6 +24,7 @@ from penstock.config.values import AUTO
 from penstock.host.bounds import Bounds
 from penstock.host.errors import ConfigError, StateError
 from penstock.host.files import DAMAGED, parse_json, write_atomically
+from penstock.host.trust import printable
 from penstock.models.adapters.files import SETTINGS, WEIGHTS, read_kept, read_settings
 from penstock.models.apart.verdicts import sharing_of
 from penstock.models.checkpoints.carried import keep_carried
@@ -406,7 +407,7 @@ def _recorded(meta: Path) -> str | None:
 
 def _say(message: str) -> None:
     """Writes a line for the parent process."""
-    sys.stdout.write(f"{message}\n")
+    sys.stdout.write(f"{printable(message)}\n")
     sys.stdout.flush()
 
 

@@ -43,8 +43,7 @@ def status(
 ) -> None:
     """Shows the progress of a run and the state of its processes."""
     with errors_explained():
-        from rich.console import Console
-
+        from penstock.client.views.console import Console
         from penstock.client.views.control import connect, show_status
         from penstock.client.views.ended import EndedRun
         from penstock.protocol.security.identity import Role
@@ -60,8 +59,7 @@ def status(
 def list_runs(as_json: JsonOption = False) -> None:
     """Lists the runs on this machine, and the memory of dead runs."""
     with errors_explained():
-        from rich.console import Console
-
+        from penstock.client.views.console import Console
         from penstock.client.views.runs import junk_lines, listing, runs_here, to_dicts
 
         runs = runs_here()

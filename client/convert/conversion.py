@@ -15,6 +15,7 @@ from penstock.client.convert.reading import KeyReading, shown
 from penstock.config.schema import parse_config
 from penstock.host.errors import ConfigError
 from penstock.host.files import write_new
+from penstock.host.trust import printable
 
 _SECTIONS = ("run", "model", "adapter", "data", "eval", "train", "optimizer")
 _REST = {"model": {"path": "model"}, "data": {"tokens": "tokens.bin"}}
@@ -76,7 +77,7 @@ class Conversion:
 
     def to_yaml(self) -> str:
         """Returns the configuration with a comment for each note and each dropped key."""
-        lines = [f"# Made of {self.path} by penstock convert {self.tool}"]
+        lines = [f"# Made of {printable(self.path)} by penstock convert {self.tool}"]
         lines += [f"#   {line}" for line in self.remarks()]
         return "\n".join(lines) + "\n" + yaml.safe_dump(dict(self.config), sort_keys=False)
 
@@ -91,7 +92,7 @@ class Conversion:
                 for entry in self.dropped
                 if entry["effect"] == effect.value
             ]
-        return lines
+        return [*map(printable, lines)]  # a line end in a key would end the comment in a YAML
 
 
 def convert(tool: str, path: Path, devices: int) -> Conversion:

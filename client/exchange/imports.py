@@ -11,7 +11,6 @@ import json
 import math
 import shlex
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +33,8 @@ from penstock.daemons.scheduler.machine.position import Position
 from penstock.daemons.scheduler.saved import TEMPORARY_PREFIX, SavedStates
 from penstock.host.errors import ConfigError, PenstockError
 from penstock.host.files import DAMAGED, make_directory, parse_json, write_atomically
+from penstock.host.scratch import scratch_folder
+from penstock.host.trust import printable
 from penstock.protocol.run.data_size import with_known_steps
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.table import DType
@@ -80,16 +81,13 @@ def check(config: Config, request: Import, say: Say, starter: Starter | None) ->
             f"cluster.device: {config.cluster.device!r} has a model of its own; import needs cpu or"
             " cuda"
         )
-    folder = Path(tempfile.mkdtemp(prefix="penstock-import-"))
-    try:
+    with scratch_folder("import") as folder:
         RunDirectory.create(folder)
         text = with_absolute_paths(config).to_yaml()
         write_atomically(folder / "resolved.yaml", text)
         run_models_prepare(config, folder, "--table-only", progress=say, starter=starter)
-        log = folder.with_suffix(".txt")  # which stays, if an error needs it
+        log = Path(f"{folder}.txt")  # which stays, if an error needs it
         report = _reported(folder, request, folder / REPORT, log, starter)
-    finally:
-        shutil.rmtree(folder)
     compare_rates(report, config)
     return report
 
@@ -283,6 +281,7 @@ def to_text(
         f" {len(report['unused']):,} of its tensors are not used",
         *(f"note: {note}" for note in report["notes"]),
     ]
+    lines = [*map(printable, lines)]
     if dry:
         return "\n".join([*lines, "nothing was written; without --dry-run the run is made"])
     return "\n".join(

@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.daemons.node.preparing.capacity import human_bytes
 from penstock.daemons.node.preparing.tool import run_tool
+from penstock.host.trust import printable
 
 _MAX_TENSORS = 40
 
@@ -53,4 +54,4 @@ def to_text(fields: Mapping[str, Any]) -> str:
         )
     if len(tensors) > _MAX_TENSORS:
         lines.append(f"and {len(tensors) - _MAX_TENSORS:,} more tensors; --json lists all")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import glob
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from penstock.client.export import verified_state
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.host.errors import ConfigError, PenstockError
 from penstock.host.files import parse_json
+from penstock.host.scratch import scratch_folder
 
 Say = Callable[[str], None]
 
@@ -181,8 +181,8 @@ def _answer(
 @contextmanager
 def _scratch() -> Iterator[Path]:
     """Yields an empty folder that is removed at the end, after the tool's death, too."""
-    with tempfile.TemporaryDirectory(prefix="penstock-") as name:
-        yield Path(name)
+    with scratch_folder("tool") as folder:
+        yield folder
 
 
 def to_text(result: dict[str, Any]) -> str:

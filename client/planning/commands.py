@@ -133,9 +133,8 @@ def profile(
 ) -> None:
     """Measures the costs of a model on this machine."""
     with errors_explained():
-        from rich.console import Console
-
         from penstock.client.planning.profiling import measure, summary
+        from penstock.client.views.console import Console
 
         console = Console(stderr=True)
         with console.status("starting") as status:
@@ -172,9 +171,8 @@ def tune(
     from a configuration, or from --model and --gpu.
     """
     with errors_explained():
-        from rich.console import Console
-
         from penstock.client.planning.tuning import TuneOptions, search, to_json, write_tuned
+        from penstock.client.views.console import Console
 
         tune_options = TuneOptions(
             model=model,

@@ -10,20 +10,21 @@ import json
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import typer
 
+from penstock.client.output import KEPT, behind
 from penstock.config.schema import Config
 from penstock.daemons.node.preparing.emulated import write_model
 from penstock.daemons.node.preparing.places import with_absolute_paths
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.host.errors import ConfigError
 from penstock.host.files import write_atomically
+from penstock.host.scratch import scratch_folder
+from penstock.host.trust import printable
 from penstock.planner.cost.emulation import Emulation
 from penstock.protocol.run.data_size import CUTS, epochs
 from penstock.protocol.run.rundir import RunDirectory
@@ -73,15 +74,16 @@ def show_text(config: Config, rows: RowRange | None) -> None:
         PenstockError: the data cannot be prepared.
     """
     in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    out = behind(sys.stdout)  # all texts of the lines are escaped one by one
     sources: list[Mapping[str, Any]] = []
 
     def show(line: str) -> None:
         fields = json.loads(line)
         if sources:
-            typer.echo("\n".join(_row_lines(fields, sources, in_colour=in_colour)))
+            typer.echo("\n".join(_row_lines(fields, sources, in_colour=in_colour)), out)
             return
         sources.extend(fields["sources"])
-        typer.echo("\n".join(_summary_lines(fields, config, in_colour=in_colour)))
+        typer.echo("\n".join(_summary_lines(fields, config, in_colour=in_colour)), out)
 
     read_rows(config, rows or RowRange(end=_SHOWN_ROWS), show, "--text")
 
@@ -105,8 +107,7 @@ def read_rows(
     """
     silence_s = config.cluster.heartbeat_timeout_s
     end = () if rows.end is None else ("--end", str(rows.end))
-    with tempfile.TemporaryDirectory(prefix="penstock-data-") as folder:
-        run_dir = Path(folder)
+    with scratch_folder("data") as run_dir:
         RunDirectory.create(run_dir)
         config = with_absolute_paths(config)
         write_atomically(run_dir / "resolved.yaml", config.to_yaml())
@@ -114,7 +115,7 @@ def read_rows(
             write_model(Emulation.of(config), run_dir)
         run_tool(
             "penstock.models.prepare",
-            folder,
+            str(run_dir),
             "--data-only",
             progress=progress,
             silence_s=silence_s,
@@ -122,7 +123,7 @@ def read_rows(
         try:
             run_tool(
                 "penstock.workers.first_pass",
-                *(folder, "--first", str(rows.first), *end, *options),
+                *(str(run_dir), "--first", str(rows.first), *end, *options),
                 progress=take,
                 silence_s=silence_s,
             )
@@ -149,7 +150,8 @@ def _summary_lines(summary: Mapping[str, Any], config: Config, *, in_colour: boo
     passes = epochs(steps * config.train.global_batch / summary["rows_per_epoch"])
     yield f"steps    {steps:,} of {config.train.global_batch} rows: {passes} epochs"
     for source in summary["sources"]:
-        yield f"source   {source['source']}: {source['path']}, {source['samples']:,} samples"
+        name, path = printable(source["source"]), printable(source["path"])
+        yield f"source   {name}: {path}, {source['samples']:,} samples"
     marks = _span("tokens that count", in_colour=in_colour)
     yield f"\nRows in training order; {marks} are {'in colour' if in_colour else 'in brackets'}."
 
@@ -163,9 +165,9 @@ def _row_lines(
     for sample, spans in zip(samples, row["spans"], strict=True):
         path, record = sources[sample["source"]]["path"], sample["record"]
         place = path if record is None else f"{path}, record {record}"
-        yield f"-- {place}: {sample['tokens']:,} tokens"
+        yield f"-- {printable(place)}: {sample['tokens']:,} tokens"
         yield "".join(
-            _span(text, in_colour=in_colour) if counts else printable(text)
+            _span(text, in_colour=in_colour) if counts else printable(text, KEPT)
             for counts, text in spans
         )
 
@@ -173,12 +175,5 @@ def _row_lines(
 def _span(text: str, *, in_colour: bool) -> str:
     """Returns the text of tokens that count."""
     if in_colour:
-        return typer.style(printable(text), fg=typer.colors.GREEN, bold=True)
-    return f"{_OPEN}{printable(text)}{_CLOSE}"
-
-
-def printable(text: str) -> str:
-    """Returns the text with escapes in place of characters that would control a terminal."""
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
-    )
+        return typer.style(printable(text, KEPT), fg=typer.colors.GREEN, bold=True)
+    return f"{_OPEN}{printable(text, KEPT)}{_CLOSE}"

@@ -10,7 +10,6 @@ import ctypes
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from penstock.daemons.node.preparing.gpus import LIBRARY, FoundGpu, found_gpus
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.host.errors import CapacityError, ConfigError, reason
 from penstock.host.files import DAMAGED, parse_json, write_new
+from penstock.host.scratch import scratch_folder
 
 _MOST_LENGTH = 4096
 """Tokens of the longest row that is chosen; a longer row is the user's choice."""
@@ -135,8 +135,8 @@ def _measured(
     draft.put("train.global_batch", 1, "")
     draft.put("cluster.device", "cpu", "")
     path = str(draft.values["data"]["path"])
-    with tempfile.TemporaryDirectory(prefix="penstock-init-") as folder:
-        sample = Path(folder) / "sample.jsonl"
+    with scratch_folder("init") as folder:
+        sample = folder / "sample.jsonl"
         answers: list[str] = []
         words = (path, str(sample), str(SAMPLE_BYTES))
         run_tool("penstock.models.data.reading.sample", *words, progress=answers.append)

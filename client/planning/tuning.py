@@ -13,13 +13,13 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from penstock.client.planning.editing import edited
 from penstock.client.planning.outputs import rates_of, write_file
 from penstock.client.planning.plan_command import options_named
+from penstock.client.views.console import Console
 from penstock.config.execution import ScheduleConfig
 from penstock.config.reading import MAX_BYTES, read_mapping
 from penstock.config.schema import Config, parse_config

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
-from rich.console import Console
 
+from penstock.client.views.console import Console
 from penstock.client.views.display import (
     absences,
     describe,

@@ -13,8 +13,10 @@ from typing import IO, Any, Protocol
 from rich.table import Table
 from rich.text import Text
 
+from penstock.client.output import KEPT
 from penstock.client.views.run_view import Metrics, RunView, numbers
 from penstock.config.evaluation import EVAL
+from penstock.host.trust import printable
 from penstock.protocol.run.data_size import epochs
 from penstock.protocol.run.names import SCHEDULERD
 
@@ -105,7 +107,7 @@ class Plain:
 
     def say(self, message: str) -> None:
         """Writes one line."""
-        self._stream.write(message + "\n")
+        self._stream.write(f"{printable(message, KEPT)}\n")
         self._stream.flush()
         self._written_s = self._clock()
 

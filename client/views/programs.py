@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from typing import IO, Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from penstock.client.views.console import Console
 from penstock.client.views.display import Display
 from penstock.client.views.run_view import RunView, numbers
 from penstock.host.errors import ConfigError, ExitCode

@@ -22,6 +22,7 @@ import torch
 from penstock.host.bounds import Bounds
 from penstock.host.errors import ConfigError, StateError
 from penstock.host.files import write_atomically, writing
+from penstock.host.trust import printable
 from penstock.models.binding import TORCH_DTYPES
 from penstock.models.checkpoints.mapped import MappedFile
 from penstock.models.exchange.foreign import MASTER, WEIGHT, ForeignState
@@ -217,7 +218,7 @@ def _sync(file: BinaryIO) -> None:
 
 
 def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
+    sys.stdout.write(f"{printable(line)}\n")
     sys.stdout.flush()
 
 

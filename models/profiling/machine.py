@@ -6,7 +6,6 @@ Messages go through ZeroMQ's ipc transport between two sockets, as between worke
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -16,6 +15,7 @@ import zmq
 
 from penstock.config.optimizers import OptimizerName
 from penstock.config.schema import Config
+from penstock.host.scratch import scratch_folder
 from penstock.models.binding import TORCH_DTYPES
 from penstock.models.step import Piece, StepScalars, apply, sum_squares
 from penstock.models.torch_device import TorchDevice, torch_device
@@ -84,8 +84,8 @@ def measure_messages(*, num_bytes: int = _MESSAGE_BYTES) -> Messages:
     """
     context = zmq.Context()
     try:
-        with tempfile.TemporaryDirectory(prefix="penstock-profile-") as directory:
-            out, back = _pair(context, directory)
+        with scratch_folder("profile") as directory:
+            out, back = _pair(context, str(directory))
             small, large = bytes(8), bytes(num_bytes)
 
             def exchange(payload: bytes) -> None:

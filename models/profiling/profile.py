@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +26,7 @@ from penstock.config.values import AUTO, SDPA
 from penstock.host.cgroup import memory_limits, usable_cpus
 from penstock.host.errors import ConfigError
 from penstock.host.files import write_atomically
+from penstock.host.scratch import scratch_folder
 from penstock.models.attention import choose_attention
 from penstock.models.binding import TORCH_DTYPES
 from penstock.models.compiled import Compiler
@@ -150,8 +150,8 @@ def _graphs(config: Config) -> Iterator[Path | None]:
     if config.model.attention in (AUTO, SDPA):
         yield None
         return
-    with TemporaryDirectory(prefix="penstock-graphs-") as folder:
-        yield Path(folder)
+    with scratch_folder("graphs") as folder:
+        yield folder
 
 
 def _compiled_bench(

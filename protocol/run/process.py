@@ -26,9 +26,11 @@ from penstock.host.errors import ExitCode, PenstockError
 from penstock.host.files import is_no_room, unforeseen
 from penstock.host.logs import open_log
 from penstock.host.stopping import StopSignal
+from penstock.host.trust import printable
 from penstock.protocol.run.metrics_socket import serve_metrics
 from penstock.protocol.run.rundir import RunDirectory
 
+_LINE_END = "\n"
 _PR_SET_PDEATHSIG = 1
 _PR_GET_PDEATHSIG = 2
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -176,7 +178,7 @@ def run_main(main: Callable[[], int | None], run_dir: Path) -> int:
 
 def _stop(error: PenstockError) -> int:
     logging.getLogger("penstock").error("stopping: %s", error)
-    sys.stderr.write(f"penstock: {error}\n")
+    sys.stderr.write(f"penstock: {printable(str(error), _LINE_END)}\n")
     return int(error.exit_code)
 
 
@@ -195,7 +197,8 @@ def tool_main(work: Callable[[], None], place: Path, parent_pid: int | None) -> 
         complaint = unforeseen(error, place)
     else:
         return ExitCode.DONE
-    sys.stderr.write(f"penstock: {complaint}\n")
+    # On one line: the parent takes the last line, and names of strangers may have line ends.
+    sys.stderr.write(f"penstock: {printable(str(complaint))}\n")
     return int(complaint.exit_code)
 
 

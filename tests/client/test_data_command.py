@@ -17,10 +17,11 @@ import yaml
 from typer.testing import CliRunner
 
 from penstock.client.main import app
-from penstock.client.planning.data_rows import printable
+from penstock.client.output import KEPT
 from penstock.config.schema import Config, load_config
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.host.files import write_atomically
+from penstock.host.trust import printable
 from penstock.models.data.batch import IGNORED_LABEL
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.workers.data import open_dataset
@@ -184,7 +185,7 @@ def test_people_see_text_with_counted_tokens_marked(tmp_path: Path) -> None:
     assert "assistant\n⟦there\\x1b[31m<|im_end|>\n⟧" in text and "\x1b" not in text
     assert f"{path}, record 0" in text
     assert "row 1:" in text and "row 0:" not in shown(config, "--rows", "1:2")
-    assert printable("é\t\n\x9b\u202e") == "é\t\n\\x9b\\u202e"
+    assert printable("é\t\n\x9b\u202e", KEPT) == "é\t\n\\x9b\\u202e"
 
 
 def test_a_bad_record_and_bad_rows_are_refused(tmp_path: Path, temporary: Path) -> None:
@@ -209,7 +210,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, temporary: Path) -> None:
     command = [sys.executable, "-m", "penstock.client.main", "data", str(config)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         give_up_s = time.monotonic() + HANG_S
-        while not list(temporary.glob("penstock-data-*/resolved.yaml")):
+        while not list(temporary.glob("penstock-data.*/resolved.yaml")):
             assert process.poll() is None and time.monotonic() < give_up_s
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)

@@ -17,9 +17,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 
-from rich.console import Console
 from rich.text import Text
 
+from penstock.client.output import behind
+from penstock.client.views.console import Console
 from penstock.client.views.display import Display, Plain, describe
 from penstock.client.views.run_view import RunView
 from penstock.client.views.screen.commands import Commands
@@ -301,6 +302,6 @@ def choose_display(
 ) -> Display:
     """Returns a screen if this process can use its terminal, otherwise plain lines."""
     console = Console() if console is None else console
-    if console.is_terminal and console.file is sys.stdout and usable():
+    if console.is_terminal and console.file is behind(sys.stdout) and usable():
         return Screen(facts, Commands(connect), console)
     return Plain(console.file)

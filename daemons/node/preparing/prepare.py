@@ -7,9 +7,7 @@ table and the data need torch; a short-lived process (``penstock.models.prepare`
 from __future__ import annotations
 
 import os
-import shutil
 import stat
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -74,6 +72,7 @@ from penstock.host.cgroup import cpu_limit
 from penstock.host.errors import ConfigError, StateError
 from penstock.host.files import DAMAGED, holds_text, parse_json, write_atomically
 from penstock.host.logind_check import logout_risk
+from penstock.host.scratch import scratch_folder
 from penstock.planner.cost.emulation import Emulation
 from penstock.protocol.plan.groups import check_groups
 from penstock.protocol.plan.plan import Plan
@@ -381,15 +380,12 @@ def table_of(config: Config, *, config_only: bool = False) -> BlockTable:
     """
     if config.cluster.platform.builtin_model:
         return Emulation.of(with_absolute_paths(config)).table
-    directory = Path(tempfile.mkdtemp(prefix="penstock-plan-"))
-    try:
+    with scratch_folder("plan") as directory:
         RunDirectory.create(directory)
         text = with_absolute_paths(config).to_yaml()
         write_atomically(directory / "resolved.yaml", text)
         run_models_prepare(config, directory, "--config-only" if config_only else "--table-only")
         return RunDirectory(directory).table
-    finally:
-        shutil.rmtree(directory)
 
 
 def run_models_prepare(
