@@ -1,7 +1,7 @@
 """Files of strangers that would take all time or memory, and their sentences.
 
-``python -m tests.hostile [NAME ...]`` makes each in a temporary folder, runs the command of the user,
-and prints exit code, seconds and the last line. The tests make smaller ones.
+``python -m tests.hostile [NAME ...]`` makes each in a temporary folder, and runs the user's
+command. It prints exit code, seconds and the last line. The tests make smaller files.
 """
 
 from __future__ import annotations
@@ -259,10 +259,6 @@ def _data(make: Callable[..., Path], *args: Any, **keys: Any) -> Callable[[Path]
     return lambda folder: ["data", str(make(folder, *args, **keys))]
 
 
-def _estimate(make: Callable[..., Path], **keys: Any) -> Callable[[Path], list[str]]:
-    return lambda folder: ["estimate", str(make(folder, **keys))]
-
-
 def _convert(tool: str, text: str) -> Callable[[Path], list[str]]:
     def made(folder: Path) -> list[str]:
         folder.mkdir(parents=True, exist_ok=True)
@@ -294,12 +290,14 @@ FILES: Mapping[str, Callable[[Path], list[str]]] = {
     "conversation: 20,000 turns": _data(
         record, json.dumps({"messages": TURNS}), chat_template="chatml", turns="each"
     ),
-    "adapter: targets": _estimate(adapter, target_modules=BACKTRACKING),
-    "adapter: rank_pattern": _estimate(adapter, rank_pattern={BACKTRACKING: 4}),
+    "adapter: targets": _data(adapter, target_modules=BACKTRACKING),
+    "adapter: rank_pattern": _data(adapter, rank_pattern={BACKTRACKING: 4}),
     "adapter: layers_pattern": _estimate(
         adapter, layers_to_transform=[0], layers_pattern=BACKTRACKING
     ),
-    "convert: 15,000 keys": _convert("trl", "".join(f"key_{n}: {n}\n" for n in range(9000))),
+    "convert: 9,000 keys": _convert(
+        "trl", "model_name_or_path: a\n" + "".join(f"key_{n}: {n}\n" for n in range(9000))
+    ),
     "convert: a number of 5,000 digits": _convert("trl", f"learning_rate: 1{'0' * 5000}\n"),
 }
 """Names of hostile files, and functions that make each in a folder and return the command."""

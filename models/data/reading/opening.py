@@ -17,7 +17,7 @@ CountBytes = Callable[[int], None]
 PIECE_BYTES = 1 << 20
 COMPRESSED = (".gz", ".zst")
 """Endings of compressed files."""
-MAX_EXPANSION = 256
+MAX_EXPANSION = 100
 """Largest content of a compressed file, in sizes of the file. Texts have some 3 to 30."""
 _FREE_BYTES = 1 << 28
 """Largest content of any file."""

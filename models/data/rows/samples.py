@@ -40,7 +40,7 @@ from penstock.models.data.rows.row_file import BEGINS, COUNTS, ID, Tokens, Weigh
 _Batch = list[tuple[int, list[Prepared]]]
 """Numbers of records, and their samples before the encoding."""
 
-_RECORD_S = 120.0
+_RECORD_S = 60.0
 """CPU seconds to render the turns of a record. Each turn may need a rendering of all before it."""
 _REMEDY = "; divide the record, or set data.bad_records to skip"
 
