@@ -153,10 +153,11 @@ def test_losses_of_chunks_are_added_from_the_first_to_the_last(way: str) -> None
         for row, label, weight in rows
         if label != -100
     ]
-    wanted, other = torch.zeros(()), torch.zeros(())
+    expected, backwards = torch.zeros(()), torch.zeros(())
     for first, last in zip(losses, reversed(losses), strict=True):
-        wanted, other = wanted + first.detach().sum(), other + last.detach().sum()
-    assert not torch.equal(wanted, other)
+        expected = expected + first.detach().sum()
+        backwards = backwards + last.detach().sum()
+    assert not torch.equal(expected, backwards)
     targets = Targets(labels=head.labels, weights=head.weights)
     if way == "scores":
         with torch.no_grad():
@@ -167,7 +168,7 @@ def test_losses_of_chunks_are_added_from_the_first_to_the_last(way: str) -> None
     else:
         with torch.no_grad():
             loss = head.loss(chunk_rows=1)
-    assert torch.equal(loss, wanted)
+    assert torch.equal(loss, expected)
 
 
 def test_16_bit_gradients_of_a_chunk_reach_fp32_sums_one_by_one() -> None:

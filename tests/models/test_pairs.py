@@ -108,7 +108,7 @@ def test_long_answers_lose_their_end_and_long_prompts_are_left_out(
 
 
 def test_an_empty_answer_stays_beside_the_other_one(tmp_path: Path) -> None:
-    """Without an end token an empty answer counts nothing, and its log-probability is 0."""
+    """An empty answer without an end token has no label; its log-probability is 0."""
     prepared(tmp_path, [{**TEXT, "rejected": ""}], eos=False)
     assert texts(tmp_path / "run") == [("Sky?", " blue"), ("Sky?", "")]
 
