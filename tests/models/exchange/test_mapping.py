@@ -90,6 +90,15 @@ def test_all_tensors_have_their_place(tied: bool) -> None:
     assert any("weight decay of" in note and "norm" in note for note in plan.notes)
 
 
+def test_weights_come_without_moments_and_without_the_step() -> None:
+    plan = planned(checkpoint(tied=False), tied=False, weights_only=True, samples_seen=8)
+    assert not plan.problems and (plan.step, plan.samples_seen) == (0, 8)
+    sources = {each.array: set() for each in plan.assignments}
+    for each in plan.assignments:
+        sources[each.array].add(None if each.source is None else each.source.role)
+    assert sources == {"master": {WEIGHT}, "exp_avg": {None}, "exp_avg_sq": {None}}
+
+
 def test_different_tensors_are_not_tied() -> None:
     plan = planned(checkpoint(tied=False), tied=True)
     assert any("lm_head.weight differ in the checkpoint" in each for each in plan.problems)
