@@ -267,9 +267,9 @@ def test_packed_documents_do_not_see_each_other(model_type, make_case) -> None:
         )
 
 
-def test_models_that_cannot_keep_documents_apart_say_so(make_case) -> None:
-    with pytest.raises(ConfigError, match=r"packing best-fit: this model type builds no"):
-        make_case("opt").train((2,), packed((5, 4))[0])
+def test_a_decoder_without_positions_says_so(make_case) -> None:
+    with pytest.raises(ConfigError, match=r"decoder of type 'mamba' takes no position ids"):
+        make_case("mamba").train((2,), packed((5, 4))[0])
 
 
 def test_padding_masks_reach_the_layers(make_case) -> None:

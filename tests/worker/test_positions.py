@@ -113,12 +113,3 @@ def test_a_table_of_positions_is_a_wall(model_type: str, tmp_path: Path) -> None
         f"data.sequence_length = {rows + 1}: the model has a table of {rows} positions; give at"
         " most that"
     )
-
-
-def test_frequencies_that_depend_on_documents_seen_before(tmp_path: Path) -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-    hf = {"model_type": "llama", **SIZES, "vocab_size": 260, "rope_parameters": rope}
-    accepted(hf, tmp_path, sequence_length=LENGTH, document_masks=False)
-    accepted(hf, tmp_path, sequence_length=POSITIONS, document_masks=True)
-    with pytest.raises(ConfigError, match=r"document_masks: true: with rope_type 'dynamic'"):
-        accepted(hf, tmp_path, sequence_length=LENGTH, document_masks=True)
