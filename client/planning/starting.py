@@ -49,6 +49,9 @@ _EPOCHS = {"samples": 3, "text": 1}
 SAMPLE_BYTES = 16 << 20
 """Bytes of records, as JSON lines, that choices are made by."""
 
+_TOO_LONG = "data.sequence_length ="
+"""Beginning of an error that shorter rows may mend."""
+
 _MARGIN = 33
 """Columns of keys and values, in front of comments."""
 
@@ -142,12 +145,33 @@ def _measured(
         run_tool("penstock.models.data.reading.sample", *words, progress=answers.append)
         whole = bool(json.loads(answers[-1])["whole"])
         place = path if whole else str(sample)
-        summary = _summary(draft, place, progress)
+        summary, limit = _first_summary(draft, place, limit, progress)
+        length = int(draft.values["data"]["sequence_length"])
         _put_length(draft, {**summary, "whole": whole}, limit)
         if draft.values["data"]["sequence_length"] != length:
             summary = _summary(draft, place, progress)
     _put_steps(draft, {**summary, "whole": whole})
     return {**summary, "whole": whole}
+
+
+def _first_summary(
+    draft: _Draft, place: str, limit: int | None, progress: Callable[[str], None]
+) -> tuple[Mapping[str, Any], int | None]:
+    """Returns the summary with the longest rows that the model's type takes, and the limit of their
+    length. Some types train on samples in shorter rows alone.
+
+    Raises:
+        PenstockError: the data cannot be prepared.
+    """
+    while True:
+        length = int(draft.values["data"]["sequence_length"])
+        try:
+            return _summary(draft, place, progress), limit
+        except ConfigError as error:
+            if not str(error).startswith(_TOO_LONG) or length <= _SHORTEST_ROW:
+                raise
+        limit = length // 2
+        draft.put("data.sequence_length", limit, "")
 
 
 def _model_settings(folder: Path) -> Mapping[str, Any]:

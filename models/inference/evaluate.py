@@ -186,7 +186,7 @@ def measured(model: Any, rows: PreparedRows) -> LossSums:
     """
     vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
     most = max(1, _LOGIT_BYTES // (4 * vocab_size))
-    positions = positions_of(model) or sys.maxsize
+    positions, alike = positions_of(model) or sys.maxsize, _length_decides(model)
     sums, done, said_s = LossSums(), 0, time.monotonic()
     remaining = iter(rows.batches)
     while chunk := list(islice(remaining, _CHUNK_ROWS)):
@@ -197,7 +197,7 @@ def measured(model: Any, rows: PreparedRows) -> LossSums:
                 f"data.sequence_length: a document has {len(documents[-1].ids):,} tokens, and the"
                 f" model has {positions:,} positions; give --config with a smaller one"
             )
-        for group in _grouped(documents, most):
+        for group in _grouped(documents, most, alike=alike):
             _add(sums, model, group)
             if time.monotonic() - said_s > SAY_EVERY_S:
                 said_s = time.monotonic()
@@ -209,11 +209,20 @@ def measured(model: Any, rows: PreparedRows) -> LossSums:
     return sums
 
 
-def _grouped(documents: Sequence[RowPart], most: int) -> Iterator[list[RowPart]]:
-    """Yields documents, shortest first, in groups of at most ``most`` tokens with padding."""
+def _length_decides(model: Any) -> bool:
+    """Returns whether the longest document of a micro-batch decides rotary frequencies."""
+    kinds = {str(getattr(module, "rope_type", "")) for module in model.modules()}
+    return any(name in kind for kind in kinds for name in ("dynamic", "longrope"))
+
+
+def _grouped(documents: Sequence[RowPart], most: int, *, alike: bool) -> Iterator[list[RowPart]]:
+    """Yields documents, shortest first, in groups of at most ``most`` tokens with padding;
+    ``alike``: each group has documents of one length.
+    """
     group: list[RowPart] = []
     for document in documents:
-        if group and (len(group) + 1) * len(document.ids) > most:
+        differs = alike and bool(group) and len(document.ids) != len(group[0].ids)
+        if group and (differs or (len(group) + 1) * len(document.ids) > most):
             yield group
             group = []
         group.append(document)

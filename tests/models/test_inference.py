@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, BertConfig
 
 from penstock.models.checkpoints.carried import read_carried, write_files
+from penstock.models.data.batch import MicroBatch
 from penstock.models.data.chat.conversation import request_of
 from penstock.models.data.chat.encoder import Encoder, Passage
 from penstock.models.data.chat.masks import Choices, TrainOn, prompt_of, samples_of
@@ -18,6 +20,7 @@ from penstock.models.data.chat.requests import ChatRequest
 from penstock.models.data.chat.templates import CHATML, MODEL, chosen_template
 from penstock.models.inference import evaluate, generate
 from tests.folders import END, TEMPLATE, save_model, trained_tokenizer
+from tests.models.test_apart import LONGROPE
 from tests.models.test_rows import TALK, made, written
 
 LLAMA = {
@@ -185,3 +188,19 @@ def test_an_export_has_the_template_of_the_training(chosen: str, tmp_path: Path)
     encoder = Encoder(trained_tokenizer())
     (sample,) = samples_of([request], encoder, template, Choices(train_on=TrainOn.ALL))
     assert encoder.encode([Passage(place="rendering", text=rendered)])[0].ids == sample.ids
+
+
+def test_the_longest_document_of_a_group_decides_no_frequencies(tmp_path: Path) -> None:
+    """A short document alone has the short factors of longrope."""
+    model = save_model(tmp_path, **{**LONGROPE, "vocab_size": 320}).eval()
+    lengths = (6, 30, 8, 28)
+    batches = [
+        MicroBatch(input_ids=ids, labels=ids)
+        for ids in (np.arange(3, 3 + length, dtype=np.int64)[None] for length in lengths)
+    ]
+    expected = sum(
+        evaluate.measured(model, evaluate.PreparedRows(count=1, batches=[batch])).loss
+        for batch in batches
+    )
+    together = evaluate.measured(model, evaluate.PreparedRows(count=4, batches=batches))
+    assert together.loss == pytest.approx(expected, rel=1e-6)
