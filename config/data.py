@@ -183,7 +183,8 @@ class DataConfig(Section):
         description="How samples fill rows of `sequence_length` tokens. none: a row for each"
         " sample. best-fit: whole samples share rows, and attention and positions keep them apart."
         " wrapped: all tokens form one text, which is cut into rows; of `sources`, records of text"
-        " and ready ids. auto: wrapped for `path` with text and `tokens`, best-fit otherwise.",
+        " and ready ids. auto: wrapped for `path` with text and `tokens`, best-fit otherwise; none"
+        " if samples of a row would change each other, which the preparation measures.",
     )
     packing_window: Annotated[int | None, Unit("samples")] = Field(
         default=None,
@@ -276,8 +277,8 @@ class DataConfig(Section):
     )
     document_masks: bool = Field(
         default=False,
-        description="Tokens attend to those of their own document only. A model type that cannot"
-        " keep documents apart refuses it.",
+        description="Tokens attend to those of their own document only. The preparation measures"
+        " whether the model keeps documents apart, and refuses the key otherwise.",
     )
     cache_limit: Size = Field(
         default=20 * 2**30,
