@@ -12,10 +12,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from penstock.config.adapter import AdapterConfig
 from penstock.config.evaluation import EVAL
@@ -30,6 +33,7 @@ from penstock.models.apart.verdicts import sharing_of
 from penstock.models.checkpoints.carried import keep_carried
 from penstock.models.checkpoints.causes import check_folder, check_model_folder
 from penstock.models.checkpoints.files import has_weights
+from penstock.models.data.batch import MicroBatch
 from penstock.models.data.bounds import BUILDING_S, OPENING_S, BoundedTokenizer
 from penstock.models.data.chunks import Progress
 from penstock.models.data.marks import Marks, end_ids, marks_of_text
@@ -37,7 +41,7 @@ from penstock.models.data.objectives import own_objective
 from penstock.models.data.rows.evaluation import SetPreparation, is_whole
 from penstock.models.data.rows.packing import Packing
 from penstock.models.data.rows.row_file import RowLayout
-from penstock.models.data.rows.sharing import Measured
+from penstock.models.data.rows.sharing import Measured, Sharing
 from penstock.models.data.rows.sources import RunSources, open_sources
 from penstock.models.data.token_sources import file_stamps, fingerprint_of
 from penstock.models.data.tokenizer import Tokenizer, open_tokenizer
@@ -93,9 +97,10 @@ def prepare(
         # Before the data, which may take minutes.
         check_groups(RunDirectory(run_dir).table, config.optimizer.groups)
     if not table_only:
-        measured = cache(partial(sharing_of, config, run_dir))
+        measured = cache(partial(_sharing, config, run_dir, bounds))
         sources = open_sources(config, tokenizer, marks, run_dir, progress, measured)
         made = _prepare_data(config, run_dir, sources, progress)
+        _check_own_documents(config, run_dir, measured)
         if not data_only:
             _prepare_sets(config, run_dir, tokenizer, marks, progress, measured)
         if not data_only:
@@ -183,6 +188,12 @@ def _prepare_model(
     write_atomically(directory / "config.json", hf_config.to_json_string(use_diff=False))
     write_atomically(run_dir / "table.json", table.to_json())
     write_atomically(directory / "meta.json", json.dumps(meta))
+
+
+def _sharing(config: Config, run_dir: Path, bounds: Bounds) -> Sharing:
+    """Returns how samples of the run's model can share rows."""
+    with bounds.within("model: running a small one of its type", BUILDING_S):
+        return sharing_of(config, run_dir)
 
 
 def _fingerprint(config: Config, vocab_size: int | None, eos: int | None) -> str:
@@ -375,6 +386,22 @@ def _check_ends(config: Config, meta: dict[str, Any]) -> None:
                 else " data.eos is false; name the token as data.eos"
             )
         )
+
+
+def _check_own_documents(config: Config, run_dir: Path, measured: Measured) -> None:
+    """Refuses an objective of the user that keeps documents of a row apart, if the model does not.
+
+    The function sees made-up tokens; one that cannot take these is not checked.
+    """
+    objective = own_objective(config)
+    if objective is None or RunDirectory(run_dir).has_started:
+        return
+    batch = None
+    with suppress(Exception):  # any error of the user's function
+        numbers = np.arange(config.data.sequence_length + 1, dtype=np.int64)
+        batch = objective((numbers % RunDirectory(run_dir).table.vocab_size)[None], 0)
+    if isinstance(batch, MicroBatch) and batch.document_ids is not None:
+        measured().check_documents("data.objective", "give its MicroBatch no document_ids")
 
 
 def _recorded_sum(meta: Path) -> str | None:

@@ -29,6 +29,8 @@ from penstock.models.surgery.table import build_table
 _WIDTH = 1.5
 """Standard deviation of a matrix's results, for inputs of 1: attention is far from uniform."""
 
+_MOST_PARAMETERS = 4_000_000
+
 _VECTORS = 0.3
 """Standard deviation that is added to norms and biases."""
 
@@ -107,6 +109,9 @@ class Trial:
             Exception: the type takes no such sizes.
         """
         self.skeleton = build_skeleton(hf_config)
+        count = sum(parameter.numel() for parameter in self.skeleton.model.parameters())
+        if count > _MOST_PARAMETERS:
+            raise ValueError(f"the reduced model has {count:,} parameters")
         self._table = build_table(config, hf_config, self.skeleton)
         model: Any = type(self.skeleton.model)(hf_config)
         self._weights = _weights(model)

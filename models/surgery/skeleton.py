@@ -11,6 +11,7 @@ replace all modules with parameters. No code here depends on an architecture's n
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -444,9 +445,15 @@ def _traits(path: str, module: nn.Module) -> tuple[Any, ...]:
         if not key.startswith("_") and key not in (*LAYER_NUMBERS, "training")
     }
     shapes = {k: tuple(p.shape) for k, p in module._parameters.items() if p is not None}
-    buffers = {k: b.tolist() for k, b in module._buffers.items() if b is not None}
+    buffers = {k: _content(b) for k, b in module._buffers.items() if b is not None}
     return (
         path,
         type(module).__qualname__,
         *(repr(sorted(group.items())) for group in (plain, shapes, buffers)),
     )
+
+
+def _content(buffer: torch.Tensor) -> tuple[str, tuple[int, ...], str]:
+    """Returns type, shape and a checksum of a buffer, which may be a mask of all positions."""
+    content = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return str(buffer.dtype), tuple(buffer.shape), hashlib.sha256(content.tobytes()).hexdigest()

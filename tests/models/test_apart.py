@@ -219,6 +219,44 @@ def test_documents_of_text_are_measured_too(tmp_path: Path) -> None:
     )
 
 
+OBJECTIVE = """
+import numpy as np
+from penstock.models.data.batch import MicroBatch
+
+def batch(tokens):
+    inputs = np.ascontiguousarray(tokens[:, :-1])
+    halves = np.broadcast_to(np.arange(inputs.shape[1]) // 24, inputs.shape)
+    places = np.broadcast_to(np.arange(inputs.shape[1]) % 24, inputs.shape)
+    labels = np.ascontiguousarray(tokens[:, 1:])
+    return MicroBatch(
+        input_ids=inputs, labels=labels, position_ids=places, document_ids=halves
+    )
+"""
+
+
+def test_documents_of_an_objective_are_measured_too(tmp_path: Path) -> None:
+    (tmp_path / "documents_of_mine.py").write_text(OBJECTIVE)
+    (tmp_path / "text.txt").write_text("the old mill stands by a river " * 40)
+
+    def start(name: str, hf: dict[str, Any]) -> None:
+        (tmp_path / name).mkdir()
+        objective = {"objective": "documents_of_mine:batch", "sequence_length": 48}
+        config = {
+            "model": {"hf": hf, "import_path": str(tmp_path)},
+            "data": {"path": str(tmp_path / "text.txt"), **objective},
+            "train": {"global_batch": 1},
+        }
+        prepare(parse_config(config), tmp_path / name)
+
+    start("llama", {"model_type": "llama", **SIZES})
+    with pytest.raises(ConfigError) as caught:
+        start("recurrent", RECURRENT)
+    assert str(caught.value) == (
+        f"data.objective: in model type 'recurrent_gemma' {NEIGHBOURS}; give its MicroBatch no"
+        " document_ids"
+    )
+
+
 @pytest.mark.parametrize("packing", ["none", "auto"])
 def test_padding_decides_no_frequencies(packing: str, tmp_path: Path) -> None:
     config, _ = prepared(tmp_path, LONGROPE, [6, 8, 24], packing=packing)

@@ -105,13 +105,16 @@ class Sharing:
         )
         return self._lone(config, cause, f", or {shorter}", progress)
 
-    def check_documents(self) -> None:
+    def check_documents(
+        self,
+        name: str = "data.document_masks: true",
+        remedy: str = "set data.document_masks: false",
+    ) -> None:
         """Refuses to keep documents of a row apart if they would change each other.
 
         Raises:
-            ConfigError: names ``data.document_masks``.
+            ConfigError: begins with ``name``, the key that keeps documents apart.
         """
-        name, remedy = "data.document_masks: true", "set data.document_masks: false"
         if not self.apart:
             raise ConfigError(f"{name}: {self.reason}; {remedy}")
         if self.limit is not None:
