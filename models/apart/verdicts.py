@@ -41,9 +41,13 @@ def sharing_of(config: Config, run_dir: Path) -> Sharing:
     """
     if config.cluster.platform.builtin_model:
         return Sharing()
-    path, key = run_dir / RECORD, _key(config, run_dir)
+    path = run_dir / RECORD
     fields = _fields(path)
-    if fields is not None and (key == fields["key"] or RunDirectory(run_dir).has_started):
+    if RunDirectory(run_dir).has_started:
+        # Without a record an older Penstock prepared the run, which keeps its rows.
+        return Sharing() if fields is None else Sharing.of(fields["sharing"])
+    key = _key(config, run_dir)
+    if fields is not None and key == fields["key"]:
         return Sharing.of(fields["sharing"])
     kept = None if config.model.imports else _kept(key)
     sharing = kept or _measured(config, run_dir)

@@ -364,6 +364,8 @@ def test_a_run_that_has_started_keeps_its_result(measured: list[int], tmp_path: 
     (tmp_path / "run" / verdicts.RECORD).write_text(json.dumps({**record, "key": "older code"}))
     shutil.rmtree(tmp_path / "cache")
     assert verdicts.sharing_of(config, tmp_path / "run") == Sharing(model_type="llama")
+    (tmp_path / "run" / verdicts.RECORD).unlink()
+    assert verdicts.sharing_of(config, tmp_path / "run") == Sharing(), "as it was prepared"
     assert measured == [48]
 
 
