@@ -110,7 +110,7 @@ def test_marks_without_the_end_are_a_remark_with_the_templates_line() -> None:
     template = chosen_template(MODEL, OPEN_MARKS, {})
     (line,) = lines_of({"open_answers": 3}, 0, template)
     assert line.startswith("data: 3 samples have an answer of which no end counts")
-    assert "line 2: \"{%- if m.role == 'assistant' %}{% generation %}" in line
+    assert "line 3: \"{%- if m.role == 'assistant' %}{% generation %}" in line
 
 
 def test_a_completion_without_an_end_is_a_remark() -> None:
@@ -146,10 +146,10 @@ def test_the_preparation_reports_remarks_also_of_rows_from_the_cache(
     greeted = written(tmp_path, [{"messages": greeting + TALK[:1] + TALK[3:4]}] * 2, "b.jsonl")
     for number in range(2):
         lines: list[str] = []
-        keys = {"path": str(path), "chat_template": str(template), "sequence_length": 96}
+        keys = {"path": str(path), "chat_template": str(template), "sequence_length": 256}
         made(tmp_path / f"a{number}", keys, lines.append)
         assert sum("3 samples have an answer of which no end counts" in line for line in lines) == 1
-        keys = {"path": str(greeted), "chat_template": str(plain), "sequence_length": 96}
+        keys = {"path": str(greeted), "chat_template": str(plain), "sequence_length": 256}
         lines.clear()
         made(tmp_path / f"b{number}", keys, lines.append)
         said = [line for line in lines if "begin with a turn of the assistant" in line]

@@ -81,7 +81,9 @@ class Endings:
     def _probed(
         self, after: str | None = None, *, calls: bool = False, training: bool = False
     ) -> Iterator[tuple[str, Sequence[Span]]]:
-        """Yields renderings with an answer, and a turn of the role ``after`` behind the answer."""
+        """Yields the rendering with an answer, and a turn of the role ``after`` behind the answer.
+        Contents are texts, or parts where the template does not print texts.
+        """
         template = self._training if training else self._text
         for question, answer, following in zip(
             contents("zqxquestion"), contents(_ANSWER), contents(_NEXT), strict=True
@@ -105,3 +107,4 @@ class Endings:
                 continue
             if _ANSWER in text:
                 yield text, spans[0] if spans else ()
+                return
