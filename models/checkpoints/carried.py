@@ -26,6 +26,8 @@ _FOLDER = "tokenizer"
 GENERATION = "generation_config.json"
 TEMPLATE = "chat_template.jinja"
 _SETTINGS, _DEFAULT = "tokenizer_config.json", "default"
+_ADDITIONAL = "additional_chat_templates/"
+"""Folder of a tokenizer's other templates, such as the one for records with tools."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -58,6 +60,8 @@ def keep_carried(config: Config, run_dir: Path, tokenizer: Tokenizer | None) -> 
     if config.data.chat_template != MODEL and RunDirectory(run_dir).has_started and kept.is_file():
         files[TEMPLATE] = kept.read_bytes()
     elif (template := named_template(config.data.chat_template)) is not None:
+        # Another template of the tokenizer would render records with tools in another way.
+        files = {name: text for name, text in files.items() if not name.startswith(_ADDITIONAL)}
         files[TEMPLATE] = template.encode()
     temporary, folder = run_dir / f".{_FOLDER}.tmp", carried_folder(run_dir)
     for old in (temporary, folder):
@@ -80,7 +84,7 @@ def read_carried(config: Config, run_dir: Path) -> dict[str, bytes]:
     variables = config.data.chat_template_kwargs
     templates = _templates(files) if variables else {}
     for name, text in templates.items():
-        path = TEMPLATE if name == _DEFAULT else f"additional_chat_templates/{name}.jinja"
+        path = TEMPLATE if name == _DEFAULT else f"{_ADDITIONAL}{name}.jinja"
         files[path] = with_defaults(text, variables).encode()
     return files
 
@@ -90,7 +94,12 @@ def _templates(files: Mapping[str, bytes]) -> dict[str, str]:
     a file of their own, else in the settings.
     """
     if TEMPLATE in files:
-        return {_DEFAULT: files[TEMPLATE].decode()}
+        others = {
+            Path(name).stem: text.decode()
+            for name, text in files.items()
+            if name.startswith(_ADDITIONAL)
+        }
+        return {**others, _DEFAULT: files[TEMPLATE].decode()}
     try:
         value = parse_json(files.get(_SETTINGS, b"{}")).get("chat_template")
     except (*DAMAGED, AttributeError):

@@ -167,9 +167,11 @@ def _format(columns: _Columns) -> Format:
     given = names([name for name, value in columns.fields.items() if value is not None])
     cause = ""
     if all(columns.fields.get(name) is not None for name in _ANSWERS):
+        whole = "messages" if is_conversation(columns.fields["chosen"]) else "text"
+        name = whole if columns.get("prompt") is None else "completion"
         cause = (
             " Pairs of chosen and rejected answers train with data.objective: dpo; to train on the"
-            " chosen ones alone, map chosen to completion."
+            f" chosen ones alone, set columns: {{{name}: chosen}}."
         )
     raise ConfigError(
         f"{columns.place}: its columns with values ({given}) are of no known format; needs text,"

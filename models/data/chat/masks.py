@@ -442,7 +442,7 @@ class _Chat:
         start = 0
         for number, turn in enumerate(self.request.turns):
             if turn.counts and number < (self.request.prompt_turns or 0):
-                raise self._refusal(number, "is a part of the prompt; set data.train_on: assistant")
+                raise self._refusal(number, "is a part of the prompt; remove its train or weight")
             if turn.counts is False:
                 first, last = self._part(number, rendering, training=False)
                 spans.append((start, first))

@@ -274,7 +274,8 @@ class SampleStream:
             )
         raise ConfigError(
             f"{place}: format preference is a pair of answers, and data.objective is"
-            f" {self.data.objective}; use objective dpo, or map chosen to completion in columns"
+            f" {self.data.objective}; use objective dpo, or leave out the format and name the"
+            " chosen answers in columns"
         )
 
     def _fitted(self, samples: Sequence[Sample], source: int, record: int) -> Iterator[Numbered]:
@@ -333,9 +334,10 @@ class SampleStream:
             return [tokens]
         match self.data.too_long:
             case "refuse":
+                split = "" if self.data.objective == DPO else ", split"
                 raise ConfigError(
                     f"{place}: has {len(tokens):,} tokens, and data.sequence_length is"
-                    f" {most:,}; set data.too_long to truncate, split or drop, or a greater length"
+                    f" {most:,}; set data.too_long to truncate{split} or drop, or a greater length"
                 )
             case "drop":
                 tally.dropped += 1

@@ -49,6 +49,11 @@ from penstock.protocol.run.rundir import RunDirectory
 _WITHOUT_TEMPLATE = {"text", "tokens", "stanford"}
 """Formats of sources without conversations."""
 
+_WAYS_TO_COUNT = (
+    "raise data.sequence_length above the prompts, or remove labels of -100, and train and weight"
+    " of messages"
+)
+
 _FORMAT = 1
 """Version of the rows that are made of the same records: a change gives them another key."""
 
@@ -365,8 +370,7 @@ class RowSources:
             held = held if len(paths) > 1 else 0
             if not count:
                 raise ConfigError(
-                    f"data: no token of {stream.tally.records:,} records counts; give other"
-                    " records, set data.train_on: all, or check their roles and labels"
+                    f"data: no token of {stream.tally.records:,} records counts; {_WAYS_TO_COUNT}"
                 )
             if count <= held:
                 raise ConfigError(
@@ -410,7 +414,7 @@ class RowSources:
         if not layout.counted:
             raise ConfigError(
                 f"data.train_on = {data.train_on!r}: no token of {layout.samples:,} samples counts;"
-                " set data.train_on: all, or check roles and labels of the records"
+                f" {_WAYS_TO_COUNT}"
             )
         with NewFile(path) as file:
             write_rows(

@@ -104,5 +104,5 @@ def _documents(request: Request) -> Iterator[Document]:
         case _:
             raise ConfigError(
                 f"{request.place}: {_WRAPPED}, and the prompts of this record do not count; use"
-                " best-fit or none, or give the source format: text"
+                " best-fit or none"
             )
