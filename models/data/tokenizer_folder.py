@@ -170,8 +170,8 @@ class FolderTokenizer:
         """
         if self.eos is None:
             return None
-        text: str = backend.id_to_token(self.eos)
-        if backend.encode(text, add_special_tokens=False).ids != [self.eos]:
+        text: str | None = backend.id_to_token(self.eos)
+        if backend.encode(text or "", add_special_tokens=False).ids != [self.eos]:
             raise ConfigError(
                 f"{self._name}: its end token is {text!r}, and its tokenizer makes other tokens of"
                 f" this text; name it as eos_token in {self._folder / 'tokenizer_config.json'}"

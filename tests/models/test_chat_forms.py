@@ -180,7 +180,7 @@ def test_records_with_tools_take_the_template_for_tools(tools: Any) -> None:
 
 
 def test_templates_of_a_folder_have_their_names(tmp_path: Path) -> None:
-    """As in a folder that transformers saves."""
+    """transformers saves the folder."""
     opened({"default": ADDS, "tool_use": WITH_TOOLS}).save_pretrained(tmp_path)
     parts_ = JsonTokenizer(tmp_path / "tokenizer.json").chat_parts()
     assert parts_.template == {"default": ADDS, "tool_use": WITH_TOOLS}

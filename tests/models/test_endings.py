@@ -152,8 +152,8 @@ def test_the_preparation_reports_remarks_also_of_rows_from_the_cache(
         keys = {"path": str(greeted), "chat_template": str(plain), "sequence_length": 256}
         lines.clear()
         made(tmp_path / f"b{number}", keys, lines.append)
-        said = [line for line in lines if "begin with a turn of the assistant" in line]
-        assert said == [
+        reports = [line for line in lines if "begin with a turn of the assistant" in line]
+        assert reports == [
             "data: 2 conversations begin with a turn of the assistant, which has no prompt and does"
             " not count"
         ]

@@ -1,5 +1,5 @@
-"""Tokens at the beginning and the end of a text stand there once, and sources end as ``data.path``
-does: the right ids are those of transformers.
+"""Tokens at the beginning and the end of a text stand there once. Sources end as ``data.path``
+does. The right ids are those of transformers.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_a_prompt_and_its_completion_have_them_once(name: str, prompt: str) -> N
 
 
 def folder_without_end(path: Path, named: str = END) -> Path:
-    """A model's folder whose tokenizer names no end token, and whose config.json has one."""
+    """A model's folder: config.json names an end token, and the tokenizer names none."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=library("$A"), pad_token=BEGIN)
     tokenizer.save_pretrained(path)
     number = tokenizer.convert_tokens_to_ids(named)

@@ -28,9 +28,9 @@ PARTS = PLAIN.replace("m.content", "(m.content | map(attribute='text') | join)")
 
 def follow(words: str, keys: Keys) -> Keys:
     """The keys with the first ``set data.KEY: VALUE`` of an error."""
-    found = re.search(r"set data\.(\w+)(?::| to) (\w+)", words)
-    assert found is not None, words
-    return {**keys, found[1]: found[2]}
+    remedy = re.search(r"set data\.(\w+)(?::| to) (\w+)", words)
+    assert remedy is not None, words
+    return {**keys, remedy[1]: remedy[2]}
 
 
 def change(**changes: Any) -> Callable[[Record], Record]:
@@ -135,9 +135,9 @@ def test_the_chosen_answers_train_in_the_column_that_an_error_names(
 ) -> None:
     with pytest.raises(ConfigError, match="set columns") as error:
         prepared(tmp_path / "first", [record], {})
-    found = re.search(r"set columns: \{(\w+): (\w+)\}", str(error.value))
-    assert found is not None
-    prepared(tmp_path / "second", [record], {"source": {"columns": {found[1]: found[2]}}})
+    remedy = re.search(r"set columns: \{(\w+): (\w+)\}", str(error.value))
+    assert remedy is not None
+    prepared(tmp_path / "second", [record], {"source": {"columns": {remedy[1]: remedy[2]}}})
     prepared(tmp_path / "third", [record], {"objective": "dpo"})
     with pytest.raises(ConfigError, match="leave out the format and name the chosen answers"):
         prepared(tmp_path / "fourth", [record], {"source": {"format": "preference"}})

@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.models.data.chat.encoder import Span
 from penstock.models.data.chat.forms import contents, probe_call, render_template
-from penstock.models.data.chat.requests import ASSISTANT, TOOL, USER
+from penstock.models.data.chat.requests import ASSISTANT, SYSTEM, TOOL, USER, Turn
 
 _ANSWER, _NEXT = "zqxanswer", "zqxnext"
 _SHOWN = 100
@@ -40,9 +40,18 @@ class Endings:
             self._closed[training] = not ends or any(end.strip() for end in ends)
         return self._closed[training]
 
+    def mark_behind(self, turns: Sequence[Turn], number: int, special_tokens: Sequence[str]) -> str:
+        """Returns the mark of the next role that ends a turn, as in TRL's training template of
+        GLM-4. A tool's mark ends calls; the system's or the user's ends other turns.
+        """
+        if turns[number].fields.get("tool_calls"):
+            return self.mark(TOOL, special_tokens)
+        is_system = number + 1 < len(turns) and turns[number + 1].role == SYSTEM
+        return self.mark(SYSTEM if is_system else USER, special_tokens)
+
     def mark(self, role: str, special_tokens: Sequence[str]) -> str:
-        """Returns the text of a special token at the front of a turn of ``role`` behind an answer,
-        with white space before it; an empty text without one.
+        """Returns the special token at the front of a turn of ``role`` behind an answer, with the
+        white space before the token. An empty text: there is none.
         """
         if role not in self._marks:
             self._marks[role] = self._front(role, special_tokens)

@@ -1,5 +1,5 @@
-"""Forms of values that a chat template takes: content as parts or as a text, arguments of tool
-calls as an object or as JSON text. No torch.
+"""Forms of values that a chat template takes: contents as parts or texts, arguments of calls as
+objects or JSON texts. No torch.
 
 transformers gives a template the values of a record as they are. A template shows the forms it
 takes by its renderings of short probes. Values in another form are changed to the template's form.
@@ -140,7 +140,8 @@ class Forms:
 
     def _called(self, arguments: Any) -> Iterator[str]:
         """Yields renderings of a call of a tool."""
-        for content in ("", []):
+        empty: tuple[Any, ...] = ("", [])
+        for content in empty:
             yield from self._probed(ASSISTANT, content=content, tool_calls=[probe_call(arguments)])
 
     def _probed(self, role: str, tools: Any = None, **fields: Any) -> Iterator[str]:

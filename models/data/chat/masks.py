@@ -23,8 +23,6 @@ from penstock.models.data.chat.presence import Presence
 from penstock.models.data.chat.remarks import Remark
 from penstock.models.data.chat.requests import (
     ASSISTANT,
-    SYSTEM,
-    TOOL,
     USER,
     ChatRequest,
     CompletionRequest,
@@ -34,7 +32,7 @@ from penstock.models.data.chat.requests import (
     TextRequest,
     shown,
 )
-from penstock.models.data.chat.templates import Conversation, Rendering, Template
+from penstock.models.data.chat.templates import Conversation, Rendering, Template, first_difference
 
 
 class TrainOn(Enum):
@@ -205,7 +203,7 @@ def _sample(draft: Draft, text: Encoding, prompt: Encoding | None) -> Sample:
         spans = [text.tokens(first, last) for first, last in draft.spans]
     start = lost = 0
     if prompt is not None:
-        start = _common_prefix(prompt.ids, text.ids)
+        start = first_difference(prompt.ids, text.ids)
         lost = len(prompt.ids) - start
     clipped = ((max(first, start), end) for first, end in spans)
     counted = tuple((first, end) for first, end in clipped if first < end)
@@ -234,11 +232,6 @@ def with_one_start(chosen: Sample, rejected: Sample) -> tuple[Sample, Sample]:
         for sample, begin in zip((chosen, rejected), starts, strict=True)
     )
     return first, second
-
-
-def _common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
-    pairs = enumerate(zip(ids, others, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(ids), len(others)))
 
 
 def _plain(place: str, text: str, end: str | None, *, prompt: bool = False) -> Passage:
@@ -419,12 +412,14 @@ class _Chat:
             prompt = self._passage(self._front(first, rendering))
             open_answer = not self.template.endings.is_closed(training=False)
         else:
-            asked = [number for number, turn in enumerate(turns) if turn.role == USER]
-            first = max(asked, default=0)  # a template cuts thoughts before the last question
+            questions = [number for number, turn in enumerate(turns) if turn.role == USER]
+            first = max(questions, default=0)  # a template cuts thoughts before the last question
         spans: tuple[Span, ...] | None = None
         if any(turn.counts is not None for turn in turns):
             spans = self._parts_that_count(rendering)
-        remarks = self._checked(rendering, range(len(turns)), set(range(first, len(turns))))
+        remarks = self._presence().check(
+            rendering.text, range(len(turns)), set(range(first, len(turns)))
+        )
         return Draft(
             passage=self._passage(rendering),
             spans=spans,
@@ -458,7 +453,7 @@ class _Chat:
         """
         rendering = self.conversation.render(self.template, training=True)
         assistants = self._assistants()
-        marks = _joined(rendering.generated)
+        marks = rendering.marks
         if not any(first < last for first, last in marks):
             raise ConfigError(
                 f"{self.request.place}: data.chat_template = {self.template.name!r} marks no text"
@@ -481,7 +476,7 @@ class _Chat:
         if self.request.prompt_turns is not None and self.train_on is TrainOn.ASSISTANT:
             prompt = self._passage(self._prompt(self.request.prompt_turns, training=True))
         numbers = range(len(self.request.turns))
-        remarks = self._checked(rendering, numbers, set(counted), training=True)
+        remarks = self._presence(training=True).check(rendering.text, numbers, set(counted))
         if not self.template.endings.is_closed(training=True):
             remarks = (*remarks, Remark.OPEN)
         return Draft(
@@ -531,9 +526,11 @@ class _Chat:
         rendering = self.conversation.render(self.template, number + 1)
         prompt = self._front(number, rendering)
         searched = range(number + 1) if is_last else range(number, number + 1)
-        remarks = self._checked(rendering, searched, {number})
+        remarks = self._presence().check(rendering.text, searched, {number})
         if not self.template.endings.is_closed(training=False):
-            mark = self._mark_behind(number)
+            mark = self.template.endings.mark_behind(
+                self.request.turns, number, self.special_tokens
+            )
             rendering = dataclasses.replace(rendering, text=rendering.text + mark)
             remarks = remarks if mark else (*remarks, Remark.OPEN)
         return Draft(
@@ -548,7 +545,7 @@ class _Chat:
         """
         prompt = self._prompt(number)
         if not rendering.text.startswith(prompt.text):
-            place = _difference(prompt.text, rendering.text)
+            place = first_difference(prompt.text, rendering.text)
             raise self._refusal(
                 number,
                 f"data.chat_template = {self.template.name!r} renders the turns before it in"
@@ -558,36 +555,9 @@ class _Chat:
             )
         return prompt
 
-    def _mark_behind(self, number: int) -> str:
-        """Returns the mark of the next role that ends a turn, as in TRL's training template of
-        GLM-4: of a tool behind calls, else of the system or of the user.
-        """
-        turns = self.request.turns
-        role = turns[number + 1].role if number + 1 < len(turns) else USER
-        role = role if role == SYSTEM else USER
-        if turns[number].fields.get("tool_calls"):
-            role = TOOL
-        return self.template.endings.mark(role, self.special_tokens)
-
-    def _checked(
-        self,
-        rendering: Rendering,
-        numbers: Sequence[int],
-        counted: set[int],
-        *,
-        training: bool = False,
-    ) -> tuple[Remark, ...]:
-        """Returns remarks about a rendering that has all texts of the turns ``numbers``.
-
-        Raises:
-            ConfigError: a text is missing.
-        """
-        presence = Presence(
-            conversation=self.conversation, template=self.template, training=training
-        )
-        presence.check_tools(rendering.text)
-        cut = presence.check_turns(rendering.text, numbers, counted, numbers[-1] + 1)
-        return (Remark.THOUGHTS,) if cut else ()
+    def _presence(self, *, training: bool = False) -> Presence:
+        """Returns the search for texts in renderings of the conversation."""
+        return Presence(conversation=self.conversation, template=self.template, training=training)
 
     def _prompt(self, number: int, *, training: bool = False) -> Rendering:
         """Returns the rendering of the turns before one of the assistant's, with its header.
@@ -627,20 +597,3 @@ class _Chat:
         """Returns the error for a turn, counted from 0."""
         role = self.request.turns[number].role
         return ConfigError(f"{self.request.place}: turn {number} (role {role}): {cause}")
-
-
-def _joined(spans: Sequence[Span]) -> list[Span]:
-    """Returns spans, of which those that touch are one."""
-    joined: list[Span] = []
-    for first, last in spans:
-        if joined and joined[-1][1] == first and first < last:
-            joined[-1] = (joined[-1][0], last)
-        else:
-            joined.append((first, last))
-    return joined
-
-
-def _difference(text: str, other: str) -> int:
-    """Returns the first character at which two texts differ."""
-    pairs = enumerate(zip(text, other, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(text), len(other)))

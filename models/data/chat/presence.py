@@ -15,6 +15,7 @@ from typing import Any
 
 from penstock.host.errors import ConfigError
 from penstock.models.data.chat.forms import parsed_object
+from penstock.models.data.chat.remarks import Remark
 from penstock.models.data.chat.requests import USER, Turn, refused
 from penstock.models.data.chat.templates import Conversation, Template
 
@@ -31,8 +32,8 @@ _SHORT = 16
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """A text of a record, at the keys of ``path`` in a message. ``start`` and ``end`` are its
-    characters in the value there. ``is_thought`` is True for thoughts, and ``is_json`` for the JSON
-    text of an object, which a template must not write as a text inside of JSON.
+    characters in the value there. ``is_thought`` is True for thoughts. ``is_json`` is True for the
+    JSON text of an object, which a template must not write as a text inside of JSON.
     """
 
     path: tuple[str | int, ...]
@@ -57,6 +58,17 @@ class Presence:
     conversation: Conversation
     template: Template
     training: bool = False
+
+    def check(self, text: str, numbers: Sequence[int], counted: set[int]) -> tuple[Remark, ...]:
+        """Returns remarks about the rendering ``text``, which ends with the last of the turns
+        ``numbers``. See :meth:`check_turns`.
+
+        Raises:
+            ConfigError: a text is missing.
+        """
+        self.check_tools(text)
+        cut = self.check_turns(text, numbers, counted, numbers[-1] + 1)
+        return (Remark.THOUGHTS,) if cut else ()
 
     def check_tools(self, text: str) -> None:
         """Refuses tools that the rendering ``text`` does not have.
@@ -88,8 +100,8 @@ class Presence:
     def check_turns(self, text: str, numbers: Sequence[int], counted: set[int], stop: int) -> int:
         """Returns the number of turns with thoughts that the template leaves out of the rendering
         ``text`` of the first ``stop`` turns. Only the turns ``numbers`` are searched. A template
-        may cut thoughts from the content of a turn that is not ``counted``, and have no form for
-        thoughts in a field of their own.
+        may cut thoughts from the content of a turn that is not ``counted``. It may also have no
+        form for thoughts in a field of their own.
 
         Raises:
             ConfigError: another text is missing.
@@ -99,10 +111,10 @@ class Presence:
         for number in numbers:
             turn = self.conversation.turns[number]
             for piece in _pieces(turn):
-                found = text.find(piece.text, place)
-                if found >= 0:
-                    place = found + len(piece.text)
-                if self._is_present(piece, turn.role, text, found):
+                first = text.find(piece.text, place)
+                if first >= 0:
+                    place = first + len(piece.text)
+                if self._is_present(piece, turn.role, text, first):
                     continue
                 if piece.is_thought and (number not in counted or piece.path[0] in _THOUGHTS):
                     cut.add(number)
@@ -110,11 +122,11 @@ class Presence:
                     raise self._missing(number, piece)
         return len(cut)
 
-    def _is_present(self, piece: _Piece, role: str, text: str, found: int) -> bool:
-        """Returns whether a piece occurs, and not by chance. ``found`` is -1 unless the piece
+    def _is_present(self, piece: _Piece, role: str, text: str, first: int) -> bool:
+        """Returns whether a piece occurs, and not by chance. ``first`` is -1 unless the piece
         occurs behind the pieces before it.
         """
-        if found < 0 and piece.text not in text:
+        if first < 0 and piece.text not in text:
             return _occurs(piece.text, text) and not piece.is_json
         if len(piece.text) >= _SHORT or (piece.path[0] == "content" and len(piece.path) > 1):
             return True  # a list of parts is left to templates that walk over parts

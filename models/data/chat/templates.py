@@ -59,6 +59,17 @@ class Rendering:
     generated: tuple[Span, ...] = ()
     literal: tuple[Span, ...] = ()
 
+    @property
+    def marks(self) -> list[Span]:
+        """The spans of ``{% generation %}``, of which those that touch are one."""
+        joined: list[Span] = []
+        for first, last in self.generated:
+            if joined and joined[-1][1] == first and first < last:
+                joined[-1] = (joined[-1][0], last)
+            else:
+                joined.append((first, last))
+        return joined
+
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
@@ -267,6 +278,12 @@ def chosen_template(
         )
     tools_text = published.get(_TOOL_USE) if isinstance(published, Mapping) else None
     return Template(name=name, text=text, variables=variables, tools_text=tools_text)
+
+
+def first_difference(values: Sequence[Any], others: Sequence[Any]) -> int:
+    """Returns the first place at which two texts or lists differ."""
+    pairs = enumerate(zip(values, others, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(values), len(others)))
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
