@@ -24,6 +24,14 @@ from penstock.config.values import (
 )
 from penstock.config.words import Section
 
+COLUMN_NAMES = (
+    *("text", "messages", "conversations", "prompt", "completion", "chosen", "rejected"),
+    *("query", "response", "system", "history", "tools", "chat_template_kwargs"),
+    *("input_ids", "labels", "completion_mask", "assistant_masks", "attention_mask"),
+    *("weight", "weights", "role", "content"),
+)
+"""Names that ``columns`` gives columns of the data."""
+
 
 class RecordsConfig(Section):
     """Keys of a place with records, and of the way to read them."""
@@ -41,16 +49,19 @@ class RecordsConfig(Section):
         description="What a record holds. text: `text`. chat: `messages` or `conversations`."
         " completion: `prompt` and `completion`. alpaca: `instruction`, `input` and `output`, as a"
         " conversation. stanford: the same in Stanford's fixed form of text. tokens: `input_ids`,"
-        " and `labels` if there are any. preference: `chosen` and `rejected`, with `prompt` unless"
-        " both begin with it. auto: by the columns of each record. With `objective: dpo`, chat and"
-        " alpaca have the prompt of a conversation, and `chosen` and `rejected` as its answers.",
+        " and `labels` or masks: `assistant_masks`, and `completion_mask` unless `data.train_on` is"
+        " all; 0 at the end of `attention_mask` is padding. preference: `chosen` and `rejected`,"
+        " with `prompt` unless both begin with it. auto: by the columns of each record. With"
+        " `objective: dpo`, chat and alpaca have the prompt of a conversation, and `chosen` and"
+        " `rejected` as its answers.",
     )
     columns: Annotated[
         dict[str, str | None], Accepts("a mapping such as {messages: dialog, system: null}")
     ] = Field(
         default={},
         description="Column of the files by the name in the format's words."
-        " role and content name the keys of a message.",
+        " role and content name the keys of a message. null: the format has no such column, or the"
+        " data's column of this name is left out.",
     )
     roles: Annotated[dict[str, str], Accepts("a mapping such as {human: user, bot: assistant}")] = (
         Field(default={}, description="Role of the chat template by the role in the files.")
@@ -65,6 +76,17 @@ class RecordsConfig(Section):
     limit: Annotated[int | None, Unit("records")] = Field(
         default=None, ge=1, description="So many records from the start; unset, all."
     )
+
+    @field_validator("columns")
+    @classmethod
+    def _known_names(cls, value: dict[str, str | None]) -> dict[str, str | None]:
+        for name, column in value.items():
+            if column is not None and name not in COLUMN_NAMES:
+                raise ValueError(
+                    f"no format reads the name {name!r}; names are {', '.join(COLUMN_NAMES)}, as in"
+                    f" {{prompt: {name}}}; {{{name}: null}} leaves a column out"
+                )
+        return value
 
     @field_validator("split")
     @classmethod

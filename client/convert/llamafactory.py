@@ -133,7 +133,7 @@ _KEYS: Table = {
     **without(Effect.RESULT, "the vocabulary is that of the model", "add_tokens"),
     **without(Effect.RESULT, "the vocabulary is that of the model", "add_special_tokens"),
     **without(Effect.RESULT, "the model's config.json decides", "rope_scaling mixture_of_depths"),
-    **without(Effect.RESULT, "the model's config.json decides", "moe_aux_loss_coef"),
+    **dropped(Effect.RESULT, "the loss is that of the tokens alone", moe_aux_loss_coef=0.0),
     **dropped(Effect.RESULT, "the model's layers are kept", shift_attn=False),
     **dropped(
         Effect.RESULT,

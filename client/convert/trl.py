@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from penstock.client.convert.adapters import (
     NOT_LORA,
     LoraNames,
     drop_used,
+    fields_of,
     put_saved,
     put_sizes,
     put_targets,
@@ -48,6 +50,7 @@ from penstock.client.convert.keys import (
     without,
 )
 from penstock.client.convert.pairs import ONE_LOSS, SIGMOID, put_loss, put_rows
+from penstock.client.convert.passes import counted_records
 from penstock.client.convert.reading import KeyReading
 from penstock.config.hub_names import hub_name
 from penstock.host.inputs import read_text
@@ -63,6 +66,42 @@ _COLUMNS = (
 _FIRST_BYTES = 8 << 20
 _LENGTH = 1024
 """Tokens of a row without ``max_length``."""
+
+_ROUTERS = "router_aux_loss_coef"
+_ROUTED = "output_router_logits"
+_NO_LOSS = "the loss is that of the tokens alone"
+COEFFICIENTS: Mapping[str, float] = {
+    **dict.fromkeys(
+        (
+            "afmoe axk1 axk2 bailing_hybrid beam cohere2_moe dbrx deepseek_ocr2 deepseek_ocr2_text"
+            " deepseek_v2 deepseek_v3 deepseek_v32 dots1 dots3_note dots3_note_text exaone_moe"
+            " glm4_moe glm4_moe_lite glm_moe_dsa hunyuan_v1_moe hy_v3 hy_v4 hy_v4_vl hy_v4_vl_text"
+            " jetmoe kimi_k25 kimi_linear kolibri1 lfm2_moe longcat_flash mimo_v2_flash mistral4"
+            " mistral_large4 mistral_large4_text muse_spark muse_spark_text nemo_speechlm"
+            " nemotron_h nemotron_h_omni sarvam_mla sarvam_moe solar_open step3p5 step3p7"
+            " unlimited_ocr unlimited_ocr_text zaya"
+        ).split(),
+        0.0,
+    ),
+    **dict.fromkeys(("glm4v_moe", "glm4v_moe_text"), 0.0001),
+    "flint": 0.0005,
+    **dict.fromkeys(
+        (
+            "deepseek_v4 doge ernie4_5_moe ernie4_5_vl_moe ernie4_5_vl_moe_text glm5_next"
+            " glm5_next_text gpt_oss granitemoe granitemoe_swa granitemoehybrid granitemoeshared"
+            " jamba laguna lara_mini llama4 llama4_text mellum minimax minimax_m2 minimax_m3_vl"
+            " minimax_m3_vl_text mixtral nllb-moe openai_privacy_filter phimoe qwen2_moe"
+            " qwen3_5_moe qwen3_5_moe_text qwen3_moe qwen3_next qwen3_omni_moe"
+            " qwen3_omni_moe_talker_text qwen3_omni_moe_text qwen3_omni_moe_thinker qwen3_vl_moe"
+            " qwen3_vl_moe_text qwen4_exp qwen4_exp_text"
+        ).split(),
+        0.001,
+    ),
+    **dict.fromkeys(("flex_olmo", "olmoe"), 0.01),
+}
+"""Coefficients of transformers 5.24 where config.json has none, by the model's type. Other types
+have no routers, unless their config.json says so.
+"""
 
 _KEYS: Table = {
     **TRAINING,
@@ -88,8 +127,12 @@ _KEYS: Table = {
     **switched(_NO_LORA, NO_DORA, use_dora=False),
     **dropped(Effect.RESULT, NO_QUANTIZATION, load_in_8bit=False, load_in_4bit=False),
     **without(Effect.NONE, "the model is not quantized", _QUANTIZATION, used=NO_QUANTIZATION),
+    _ROUTERS: Key(kind=ValueKind.NUMBER, why=_NO_LOSS),
     # ScriptArguments and the mixture of datasets
     **mapped(ValueKind.TEXT, dataset_name=None),
+    **mapped(ValueKind.MAPPING, dataset_mixer=None),
+    **mapped(ValueKind.LIST, dataset_splits=None),
+    **without(Effect.RESULT, "name the files in data.sources", "dataset_configs"),
     **mapped(ValueKind.LIST, datasets=None),
     **without(Effect.RESULT, "name the files in data.sources", "dataset_config"),
     **mapped(ValueKind.TEXT, dataset_train_split="train"),
@@ -160,6 +203,8 @@ TABLE = placed(
         "dataset_train_split": "data.sources",
         "dataset_test_split": "eval.sets",
         "datasets": "data.sources",
+        "dataset_mixer": "data.sources",
+        "dataset_splits": "data.sources",
         "max_length": "data.sequence_length",
         "packing": "data.packing data.packing_window",
         "packing_strategy": "data.packing data.packing_window data.too_long",
@@ -199,6 +244,7 @@ def convert(reading: KeyReading) -> None:
         ConfigError: the file has no model or data, or a value is of no known form.
     """
     put_model(reading, "model_name_or_path")
+    _put_routers(reading)
     _put_precision(reading)
     _put_sources(reading)
     _put_rows(reading)
@@ -258,6 +304,72 @@ def _put_precision(reading: KeyReading) -> None:
         put_precision(reading, types[dtype], "dtype", "bf16")
     else:
         reading.drop("dtype", "set model.dtype to fp32 or bf16: the model's files decide in TRL")
+
+
+def _put_routers(reading: KeyReading) -> None:
+    """Records the routers' loss that TRL adds, which has no place in Penstock.
+
+    Without the key, TRL takes the coefficient of the model. 0 stands for no such loss.
+    """
+    given = reading.get(_ROUTERS)
+    if given == 0:
+        reading.map(_ROUTERS, {}, f"0 adds no loss of routers: {_NO_LOSS} here, too")
+        return
+    folder = reading.config["model"]["path"]
+    path = Path(folder) / "config.json"
+    fields = fields_of(path)
+    if not fields:
+        _put_unknown(reading, path, given)
+        return
+    default = coefficient_of(fields)
+    if default is None:
+        if given is not None:
+            why = f"{path} has no routers, and TRL refuses the key; remove it"
+            reading.drop(_ROUTERS, why, Effect.NONE)
+        return
+    value = default if given is None else given
+    if value:
+        origin = f"TRL's default is that of {path}" if given is None else "TRL adds it"
+        reading.drop(
+            _ROUTERS,
+            f"the routers' loss ({origin}) is not added, and {_NO_LOSS}; set {_ROUTERS}: 0.0 for"
+            " equal losses",
+            value=value,
+        )
+
+
+def _put_unknown(reading: KeyReading, path: Path, given: Any) -> None:
+    """Records the loss of routers for a model without a readable config.json."""
+    if given is not None:
+        reading.drop(
+            _ROUTERS, f"the routers' loss is not added, and {_NO_LOSS}; set {_ROUTERS}: 0.0"
+        )
+        return
+    reading.map(
+        _ROUTERS,
+        {},
+        f"{path} cannot be read: with a mixture of experts, TRL adds the routers' loss by default,"
+        f" and Penstock does not; set {_ROUTERS}: 0.0 for equal losses",
+    )
+
+
+def coefficient_of(fields: Mapping[str, Any]) -> float | None:
+    """Returns the coefficient of the routers' loss in the fields of a config.json, as TRL reads it
+    of transformers' configuration. None for a model without routers.
+    """
+    text = fields.get("text_config")
+    if not isinstance(text, Mapping):
+        text = fields
+    kind = text.get("model_type", fields.get("model_type"))
+    default = COEFFICIENTS.get(kind) if isinstance(kind, str) else None
+    if default is None and _ROUTED not in text:
+        return None
+    experts = [text[key] for key in ("num_local_experts", "num_experts") if key in text]
+    if experts and not any(experts):
+        return None
+    given = text.get(_ROUTERS, default or 0.0)
+    known = isinstance(given, int | float) and not isinstance(given, bool) and math.isfinite(given)
+    return float(given) if known else 0.0
 
 
 def _put_rows(reading: KeyReading) -> None:
@@ -335,6 +447,8 @@ def _put_sources(reading: KeyReading) -> None:
             reading.drop("dataset_train_split", "each of datasets has its split", Effect.NONE)
         if name:
             reading.drop("dataset_name", "datasets replaces it", Effect.NONE)
+    elif reading.get("dataset_mixer"):
+        _put_mixer(reading)
     elif name:
         key = "dataset_train_split"
         split = split_key(reading, key, name, reading.get(key))
@@ -344,12 +458,49 @@ def _put_sources(reading: KeyReading) -> None:
         if hub_name(name):
             hub_data(reading, "dataset_name", name)
     else:
-        raise reading.refused("dataset_name", name, "needs the data; name a file or folder")
+        remedy = "needs the data; name a file or folder, or give datasets or dataset_mixer"
+        raise reading.refused("dataset_name", name, remedy)
     field = reading.get("dataset_text_field")
     if field != "text":
         for source in reading.config["data"]["sources"]:
             source.setdefault("columns", {}).setdefault("text", field)
         reading.map("dataset_text_field", {"data.sources[*].columns.text": field})
+
+
+def _put_mixer(reading: KeyReading) -> None:
+    """Sets the sources of ``dataset_mixer``, a key of alignment-handbook. A share below 1 takes the
+    first records.
+
+    Raises:
+        ConfigError: a share is no number, or no split is one to train on.
+    """
+    mixer, key = reading.get("dataset_mixer"), "dataset_splits"
+    names = reading.get(key) or ["train", "test"]
+    splits = [name for name in names if isinstance(name, str) and "train" in name]
+    if not splits:
+        raise reading.refused(key, names, "needs a split to train on, such as train")
+    sources = []
+    for path, share in mixer.items():
+        place = f"dataset_mixer.{path}"
+        number = reading.typed(place, ValueKind.NUMBER, share)
+        if hub_name(str(path)):
+            hub_data(reading, place, str(path))
+        count = counted_records(Path(str(path))) if 0 < number < 1 else None
+        limit = {} if count is None else {"limit": max(1, int(number * count))}
+        if number != 1 and not limit:
+            why = "takes this share of the records from the start; set limit of a source"
+            reading.drop(place, why, value=share)
+        sources += [
+            {"path": str(path), **split_key(reading, key, str(path), name), **limit}
+            for name in splits
+        ]
+    reading.put("data.sources", sources, "dataset_mixer")
+    others = [name for name in names if name not in splits]
+    if key in reading.values:
+        reading.map(key, {"data.sources[*].split": splits})
+    if key in reading.values and others:
+        why = "name held-out data in eval.sets"
+        reading.drop(key, why, Effect.NONE, value=others)
 
 
 def _put_evaluations(reading: KeyReading) -> None:

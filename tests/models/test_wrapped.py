@@ -72,7 +72,7 @@ def test_a_source_of_texts_has_the_tokens_of_its_path(tmp_path: Path) -> None:
         ({"prompt": "a", "completion": "b"}, "and the prompts of this record do not count"),
         (
             {"input_ids": [5, 6], "labels": [-100, 6]},
-            "and labels leave out 1 of 2 tokens or name other ones",
+            "and labels or masks leave out 1 of 2 tokens",
         ),
         ({"input_ids": [257]}, "has the token 257, and the vocabulary has 257 tokens"),
         ({"input_ids": ["x"]}, "input_ids[0] = 'x': needs an integer"),

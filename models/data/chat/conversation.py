@@ -7,12 +7,12 @@ Null counts as absent, since the records of a Parquet file share their columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.host.errors import ConfigError
-from penstock.models.data.batch import IGNORED_LABEL
 from penstock.models.data.chat.messages import (
     is_conversation,
     renamed,
@@ -20,6 +20,7 @@ from penstock.models.data.chat.messages import (
     tools_of,
     turns_of,
 )
+from penstock.models.data.chat.ready_ids import IDS, NAMES, Column, ready_ids
 from penstock.models.data.chat.requests import (
     ASSISTANT,
     SYSTEM,
@@ -27,7 +28,6 @@ from penstock.models.data.chat.requests import (
     ChatRequest,
     CompletionRequest,
     Format,
-    IdsRequest,
     PairRequest,
     RecordForm,
     Request,
@@ -37,10 +37,11 @@ from penstock.models.data.chat.requests import (
     refused,
     shown,
 )
+from penstock.models.data.chat.unread import Unread, occurs
 
 _DEFAULTS: Mapping[str, str] = {
     **{name: name for name in ("text", "messages", "conversations", "prompt", "completion")},
-    **{name: name for name in ("input_ids", "labels", "tools", "chat_template_kwargs")},
+    **{name: name for name in (*NAMES, "tools", "chat_template_kwargs")},
     **{name: name for name in ("chosen", "rejected")},
 }
 _WITH_MESSAGES = (
@@ -79,27 +80,50 @@ _WITHOUT_INPUT = (
 """Stanford's forms of a prompt."""
 
 
-def request_of(place: str, fields: Mapping[str, Any], reading: RecordForm | None = None) -> Request:
+def request_of(
+    place: str,
+    fields: Mapping[str, Any],
+    reading: RecordForm | None = None,
+    also: Collection[str] = (),
+    unread: Counter[str] | None = None,
+) -> Request:
     """Returns the request of a record's ``fields``; ``place`` names the record in errors.
 
+    ``also`` are names that another reader takes. ``unread`` counts columns that none takes.
+
     Raises:
-        ConfigError: columns are missing, or a value has no known form.
+        ConfigError: columns are missing, a value has no known form, or a column with a meaning for
+            training has no reader.
     """
     reading = reading or RecordForm()
+    kind = reading.format
+    if kind is Format.AUTO:
+        kind = _format(_Columns(place, fields, reading))
     columns = _Columns(place, fields, reading)
-    kind = _format(columns) if reading.format is Format.AUTO else reading.format
-    return _READERS[kind](columns)
+    request = _READERS[kind](columns)
+    _check_unread(columns, kind, also, unread)
+    return request
 
 
-def pair_of(place: str, fields: Mapping[str, Any], reading: RecordForm) -> Request:
+def pair_of(
+    place: str,
+    fields: Mapping[str, Any],
+    reading: RecordForm,
+    also: Collection[str] = (),
+    unread: Counter[str] | None = None,
+) -> Request:
     """Returns the request of a record with two answers; formats without answers have their own.
 
     Raises:
-        ConfigError: columns are missing, or a value has no known form.
+        ConfigError: see :func:`request_of`.
     """
     reader = _PAIR_READERS.get(reading.format, _READERS.get(reading.format))
     assert reader is not None, reading.format
-    return reader(_Columns(place, fields, reading))
+    columns = _Columns(place, fields, reading)
+    request = reader(columns)
+    kind = Format.PREFERENCE if reading.format is Format.AUTO else reading.format
+    _check_unread(columns, kind, also, unread)
+    return request
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +133,8 @@ class _Columns:
     place: str
     fields: Mapping[str, Any]
     reading: RecordForm
+    taken: dict[str, str] = field(default_factory=dict)
+    """Columns of the data that a reader has asked for, and their names."""
 
     def name(self, name: str, defaults: Mapping[str, str] = _DEFAULTS) -> str | None:
         """Returns the data's column of a name; None for a name without a column."""
@@ -117,7 +143,10 @@ class _Columns:
     def get(self, name: str, defaults: Mapping[str, str] = _DEFAULTS) -> Any:
         """Returns the value of a name; None without one."""
         column = self.name(name, defaults)
-        value = None if column is None else self.fields.get(column)
+        if column is None:
+            return None
+        self.taken[column] = name
+        value = self.fields.get(column)
         if name in _WITH_MESSAGES:
             return renamed(value, self.reading.columns)
         return value
@@ -146,6 +175,33 @@ class _Columns:
             f"{self.place}: has no value in the column {column}; its columns are"
             f" {names(list(self.fields))}. Name yours in columns, or choose another format"
         )
+
+
+def _check_unread(
+    columns: _Columns, kind: Format, also: Collection[str], unread: Counter[str] | None
+) -> None:
+    """Counts the columns of a record that no reader takes.
+
+    Raises:
+        ConfigError: such a column has a meaning for training.
+    """
+    given = columns.reading.columns
+    others = {str(given.get(name, name)) for name in also}
+    nameless = [name for name, column in given.items() if column is None]
+    defaults = {name: _ALPACA.get(name, name) for name in nameless}
+    left_out = frozenset({*others, *nameless, *defaults.values()})
+    rest = Unread(
+        place=columns.place,
+        fields=columns.fields,
+        taken=columns.taken,
+        columns=given,
+        kind=kind,
+    )
+    for column in rest.names(left_out):
+        if not columns.reading.is_closed:
+            rest.check(column)
+        if unread is not None:
+            unread[column] += 1
 
 
 def _format(columns: _Columns) -> Format:
@@ -352,7 +408,15 @@ def _preference(columns: _Columns) -> Request:
         return _pair_of_chats(columns, prompt)
     texts = [columns.text(name) for name in _ANSWERS]
     if prompt is None:
+        if column := columns.reading.columns.get("prompt"):
+            raise columns.missing(column)
         prompt = _common_text(texts[0], texts[1])
+        if not prompt and columns.name("prompt") is not None:
+            raise ConfigError(
+                f"{columns.place}: has no value in the column prompt, and chosen and rejected begin"
+                " in two ways; name the column in columns: {prompt: NAME}, or set columns: {prompt:"
+                " null} for answers to no prompt"
+            )
         texts = [text[len(prompt) :] for text in texts]
     else:
         prompt = columns.text("prompt")
@@ -363,8 +427,11 @@ def _preference(columns: _Columns) -> Request:
 
 
 def _pair_of_chats(columns: _Columns, prompt: Any) -> Request:
-    """Returns the pair of two conversations. A prompt that is no list of messages is left out:
-    data sets repeat a first question in such a column.
+    """Returns the pair of two conversations. A prompt that is a text repeats a question of both, as
+    data sets have it.
+
+    Raises:
+        ConfigError: the conversations have no first turns in common, or another prompt.
     """
     chosen, rejected = (
         turns_of(columns.place, str(columns.name(name)), columns.get(name), columns.reading.roles)
@@ -380,6 +447,16 @@ def _pair_of_chats(columns: _Columns, prompt: Any) -> Request:
             raise ConfigError(
                 f"{columns.place}: {columns.name('chosen')} and {columns.name('rejected')} have no"
                 " first turn in common; give the turns before both answers as prompt"
+            )
+        contents = [turn.fields.get("content") for turn in first]
+        if isinstance(prompt, str) and prompt.strip() and not occurs(prompt, contents):
+            name = str(columns.name("prompt"))
+            raise refused(
+                columns.place,
+                name,
+                prompt,
+                "is in no turn that both answers begin with; set columns: {prompt: null} of its"
+                " source to train without it, or give the turns before both answers as prompt",
             )
     return _pair(columns, first, chosen, rejected)
 
@@ -459,44 +536,14 @@ def _tokens(columns: _Columns) -> Request:
     """Returns the ready ids of a record.
 
     Raises:
-        ConfigError: a value is no list of ids, or labels are not those of the ids.
+        ConfigError: a value is no list of ids, or labels and masks are not those of the ids.
     """
-    name, labels_name = str(columns.name("input_ids")), str(columns.name("labels"))
-    if columns.get("input_ids") is None:
-        raise columns.missing(name)
-    ids = _numbers(columns.place, name, columns.get("input_ids"), least=0)
-    if columns.get("labels") is None:
-        return IdsRequest(place=columns.place, ids=ids)
-    labels = _numbers(columns.place, labels_name, columns.get("labels"), least=IGNORED_LABEL)
-    for number, label in enumerate(labels):
-        if IGNORED_LABEL < label < 0:
-            field = f"{labels_name}[{number}]"
-            raise refused(columns.place, field, label, f"needs an id, or {IGNORED_LABEL}")
-    if len(labels) != len(ids):
-        raise ConfigError(
-            f"{columns.place}: {labels_name} has {len(labels):,} values and {name} {len(ids):,};"
-            " needs one label for each id, not shifted"
-        )
-    for number, (label, token) in enumerate(zip(labels, ids, strict=True)):
-        if label not in (IGNORED_LABEL, token):
-            field = f"{labels_name}[{number}]"
-            remedy = f"needs {token}, the id at that place, or {IGNORED_LABEL}"
-            raise refused(columns.place, field, label, remedy)
-    return IdsRequest(place=columns.place, ids=ids, labels=labels)
-
-
-def _numbers(place: str, name: str, value: Any, *, least: int) -> tuple[int, ...]:
-    """Returns the integers of a list.
-
-    Raises:
-        ConfigError: the value is no list of integers of at least ``least``.
-    """
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise refused(place, name, value, "needs a list of integers")
-    for number, item in enumerate(value):
-        if not isinstance(item, int) or isinstance(item, bool) or item < least:
-            raise refused(place, f"{name}[{number}]", item, f"needs an integer of at least {least}")
-    return tuple(value)
+    if columns.get(IDS) is None:
+        raise columns.missing(str(columns.name(IDS)))
+    given = {
+        name: Column(name=columns.name(name) or name, value=columns.get(name)) for name in NAMES
+    }
+    return ready_ids(columns.place, given)
 
 
 _READERS: Mapping[Format, Callable[[_Columns], Request]] = {

@@ -46,12 +46,14 @@ class RecordForm:
     """The way to read records of a source.
 
     ``columns`` maps names of this package to columns of the data; None stands for a name without a
-    column. ``roles`` maps roles of the data to roles of the chat template.
+    column. ``roles`` maps roles of the data to roles of the chat template. ``is_closed``: columns
+    without a name are left out, as LLaMA-Factory does; otherwise some of them are refused.
     """
 
     format: Format = Format.AUTO
     columns: Mapping[str, str | None] = field(default_factory=dict)
     roles: Mapping[str, str] = field(default_factory=dict)
+    is_closed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,11 +108,15 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdsRequest:
-    """Ready token ids, with labels of the same positions (not shifted) or None."""
+    """Ready token ids, with labels of the same positions (not shifted) or None.
+
+    ``completion`` are the places of a completion, which all count unless the user takes all tokens.
+    """
 
     place: str
     ids: tuple[int, ...]
     labels: tuple[int, ...] | None = None
+    completion: tuple[bool, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,18 +30,24 @@ _PLACES = {"path", "registry", "name"}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
     """A source of the configuration and its files. ``name`` is its key, such as
-    ``data.sources[0]``.
+    ``data.sources[0]``. ``is_closed``: a registry decides on its columns.
     """
 
     name: str
     config: SourceConfig
     source: Source
+    is_closed: bool = False
 
     @property
     def form(self) -> RecordForm:
         """The way to read its records."""
         config = self.config
-        return RecordForm(format=Format(config.format), columns=config.columns, roles=config.roles)
+        return RecordForm(
+            format=Format(config.format),
+            columns=config.columns,
+            roles=config.roles,
+            is_closed=self.is_closed,
+        )
 
     def records(self, read: CountBytes = ignore_bytes) -> Iterator[tuple[int, Record]]:
         """Yields the records of its split and limit, each with its number in the files.
@@ -97,6 +103,7 @@ def origins_of(config: Config, key: str, progress: Progress) -> list[Origin]:
 
 def _origin(name: str, source: SourceConfig, data: DataConfig, progress: Progress) -> Origin:
     key = name if name.endswith("path") else f"{name}.path"
+    is_closed = source.registry is not None
     if source.registry is not None:
         key, source = f"{name}.registry", registered(name, source, pairs=data.objective == DPO)
     path = str(source.path)
@@ -113,4 +120,4 @@ def _origin(name: str, source: SourceConfig, data: DataConfig, progress: Progres
             f"{key} = {path!r}: reads the splits {', '.join(splits)} together; split: {splits[-1]}"
             " would take one of them"
         )
-    return Origin(name=name, config=source, source=matched)
+    return Origin(name=name, config=source, source=matched, is_closed=is_closed)

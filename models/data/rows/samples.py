@@ -31,7 +31,7 @@ from penstock.models.data.chat.masks import (
 )
 from penstock.models.data.chat.requests import PairRequest, Request
 from penstock.models.data.chat.templates import MODEL, Template, chosen_template, named_template
-from penstock.models.data.chat.weights import with_weights
+from penstock.models.data.chat.weights import WEIGHT, WEIGHTS, with_weights
 from penstock.models.data.reading.opening import CountBytes, ignore_bytes
 from penstock.models.data.reading.record import Record
 from penstock.models.data.rows.origins import Origin
@@ -108,7 +108,8 @@ class Tally:
 
     ``skipped`` records cannot be read. ``empty`` samples have no token, and ``uncounted`` ones no
     token that counts. ``dropped`` samples are too long. ``lost`` tokens end prompts that are no
-    prefix of their samples. ``remarks`` counts samples by kind of remark.
+    prefix of their samples. ``remarks`` counts samples by kind of remark. ``unread`` has the
+    records with content in a column without a reader, by source and column.
     """
 
     records: int = 0
@@ -121,6 +122,7 @@ class Tally:
     lost: int = 0
     remarks: Counter[str] = field(default_factory=Counter)
     by_source: dict[str, int] = field(default_factory=dict)
+    unread: dict[str, Counter[str]] = field(default_factory=dict)
     lengths: array[int] = field(default_factory=lambda: array("q"))
     digests: array[int] = field(default_factory=lambda: array("Q"))
 
@@ -153,6 +155,7 @@ class Tally:
                 for name, share in marks.items()
             },
             "sources": dict(self.by_source),
+            "unread": {name: dict(counts) for name, counts in self.unread.items() if counts},
         }
 
 
@@ -246,7 +249,9 @@ class SampleStream:
         way = self.way
         try:
             read = pair_of if self.data.objective == DPO else request_of
-            request = read(record.place, fields, origin.form)
+            also = (WEIGHT, WEIGHTS) if self.data.objective == WEIGHTED else ()
+            unread = self.tally.unread.setdefault(origin.name, Counter())
+            request = read(record.place, fields, origin.form, also, unread)
             self._check_kind(request, record.place)
             with limited(f"{record.place}: rendering its turns", _RECORD_S, remedy=_REMEDY):
                 drafts = drafts_of(request, way.encoder, way.template, way.choices)

@@ -25,6 +25,7 @@ from penstock.host.errors import ConfigError, reason
 from penstock.host.files import DAMAGED, parse_json, writing
 from penstock.models.data.cache import Made, NewFile, TokenCache, cached, key_of
 from penstock.models.data.chat.remarks import lines_of
+from penstock.models.data.chat.unread import unread_line
 from penstock.models.data.chunks import ChunkHasher, Progress
 from penstock.models.data.marks import Marks
 from penstock.models.data.reading.record import TEXT, is_chat
@@ -57,7 +58,7 @@ _WAYS_TO_COUNT = (
 _FORMAT = 1
 """Version of the rows that are made of the same records: a change gives them another key."""
 
-_READING = 2
+_READING = 3
 """Version of the reading of records. A change gives rows another key in the cache. Runs that were
 prepared before keep their rows and their fingerprint.
 """
@@ -329,13 +330,15 @@ class RowSources:
         tally = made[paths[splits[0]]]["tally"]
         for line in lines_of(tally.get("remarks", {}), tally["lost"], self._way.template):
             self._progress(line)
+        for source, counts in tally["unread"].items():
+            self._progress(unread_line(source, counts))
         return {split: self._entry(split, made[path]) for split, path in paths.items()}
 
     def _cache_key(
         self, sums: Sequence[str], origins: Sequence[Origin], split: str, splits: Sequence[str]
     ) -> str:
         held = self._config.data.eval_fraction if len(splits) > 1 else 0.0
-        parts = self._key_parts(origins)
+        parts = [[origin.is_closed for origin in origins], self._key_parts(origins)]
         return fingerprint_of("rows", _READING, sums, parts, split, held)
 
     def _entry(self, split: str, made: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from penstock.host.errors import ConfigError
 from penstock.models.data.batch import IGNORED_LABEL
 from penstock.models.data.chat.conversation import request_of
 from penstock.models.data.chat.requests import IdsRequest, Request, TextRequest
+from penstock.models.data.chat.unread import unread_line
 from penstock.models.data.chunks import Progress
 from penstock.models.data.reading.opening import CountBytes
 from penstock.models.data.reading.records import Document, document_of
@@ -52,6 +54,7 @@ class WrappedText:
         """
         skipped = 0
         for number, origin in enumerate(self.origins):
+            unread: Counter[str] = Counter()
             for place, record in origin.records(read):
                 times = origin.times(self.seed, number, place)
                 if not record.where:
@@ -60,7 +63,8 @@ class WrappedText:
                         yield from document_of(record.place, parts)
                     continue
                 try:
-                    request = request_of(record.place, record.fields, origin.form)
+                    form = origin.form
+                    request = request_of(record.place, record.fields, form, unread=unread)
                 except ConfigError:
                     if not self.skips:
                         raise
@@ -68,6 +72,8 @@ class WrappedText:
                     continue
                 for _ in range(times):
                     yield from _documents(request)
+            if unread:
+                self.progress(unread_line(origin.name, unread))
         if skipped:
             self.progress(f"data: left out {skipped:,} records that cannot be read")
 
@@ -93,11 +99,15 @@ def _documents(request: Request) -> Iterator[Document]:
             yield from document_of(request.place, [request.text])
         case IdsRequest():
             labels = request.ids if request.labels is None else request.labels
-            if labels != request.ids:
-                hidden = labels.count(IGNORED_LABEL)
+            completion = request.completion or (True,) * len(labels)
+            hidden = sum(
+                label == IGNORED_LABEL or not counts
+                for label, counts in zip(labels, completion, strict=True)
+            )
+            if hidden:
                 raise ConfigError(
-                    f"{request.place}: {_WRAPPED}, and labels leave out {hidden:,} of"
-                    f" {len(labels):,} tokens or name other ones; use best-fit or none"
+                    f"{request.place}: {_WRAPPED}, and labels or masks leave out {hidden:,} of"
+                    f" {len(labels):,} tokens; use best-fit or none"
                 )
             if request.ids:
                 yield Document(place=request.place, ids=request.ids)
