@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from importlib.metadata import version
@@ -26,7 +26,7 @@ from penstock.config.schema import Config
 from penstock.config.values import AUTO
 from penstock.host.bounds import Bounds
 from penstock.host.errors import ConfigError, StateError
-from penstock.host.files import DAMAGED, parse_json, write_atomically
+from penstock.host.files import DAMAGED, holds_text, parse_json, write_atomically
 from penstock.host.trust import printable
 from penstock.models.adapters.files import SETTINGS, WEIGHTS, read_kept, read_settings
 from penstock.models.apart.verdicts import sharing_of
@@ -149,7 +149,10 @@ def _prepare_model(
     made = [directory / "config.json", run_dir / "table.json"]
     if config.adapter is not None and config.adapter.path is not None:
         made.append(run_dir / ADAPTER)
-    if _recorded(directory / "meta.json") == fingerprint and all(p.is_file() for p in made):
+    # A run that has trained keeps its files, its ties and its chunks. All else follows from files
+    # that may have changed since an earlier preparation.
+    kept = RunDirectory(run_dir).has_started and all(p.is_file() for p in made)
+    if kept and _recorded(directory / "meta.json") == fingerprint:
         return
     # Imported here: torch takes seconds, and a run that continues needs none of it.
     from penstock.models.checkpoints.adapters import check_adapter_files
@@ -162,8 +165,6 @@ def _prepare_model(
     hf_config = resolve_hf_config(config, tokenizer_vocab_size=vocab_size, eos=eos)
     # A plan needs no weights; a run must be refused for them now, before it takes memory.
     path, source = config.model.path, None
-    # A run that has trained keeps its files, its ties and its chunks.
-    kept = RunDirectory(run_dir).has_started and all(p.is_file() for p in made)
     if path is not None and weights and kept:
         source = FolderWeights.keep(run_dir, path, hf_config, progress)
     elif path is not None and weights:
@@ -185,9 +186,14 @@ def _prepare_model(
         make_constants(run_dir, hf_config, skeleton, table, tensors, progress)
     elif skeleton.constants():
         del meta["fingerprint"]  # The run that follows a plan reads them.
-    write_atomically(directory / "config.json", hf_config.to_json_string(use_diff=False))
-    write_atomically(run_dir / "table.json", table.to_json())
-    write_atomically(directory / "meta.json", json.dumps(meta))
+    _keep_or_write(directory / "config.json", hf_config.to_json_string(use_diff=False))
+    _keep_or_write(run_dir / "table.json", table.to_json())
+    _keep_or_write(directory / "meta.json", json.dumps(meta))
+
+
+def _keep_or_write(path: Path, text: str) -> None:
+    if not holds_text(path, text):
+        write_atomically(path, text)
 
 
 def _sharing(config: Config, run_dir: Path, bounds: Bounds) -> Sharing:
@@ -303,7 +309,7 @@ def _keep_tokens(sources: RunSources, meta: Path, progress: Progress) -> None:
     )
     splits = {"train": train}
     if sources.has_eval_text:
-        same = _has(meta, "eval") and held.get("source") == sources.now("eval_path")
+        same = _has(meta, "eval") and _is_same_eval(held, sources)
         splits["eval"] = held if same else sources.write_eval(meta.parent, train.get("fingerprint"))
     elif sources.holds_out and held is not None:
         splits["eval"] = held
@@ -311,6 +317,15 @@ def _keep_tokens(sources: RunSources, meta: Path, progress: Progress) -> None:
     fields = {"fingerprint": recorded.get("fingerprint"), **splits, **sets}
     if fields != recorded:
         write_atomically(meta, json.dumps(fields, indent=1))
+
+
+def _is_same_eval(held: Mapping[str, Any], sources: RunSources) -> bool:
+    """Returns whether the evaluation text is the one that a run has. Entries of an older Penstock
+    know no content, and count by the times of the files.
+    """
+    if "content" in held:
+        return bool(held["content"] == sources.content("eval_path"))
+    return bool(held.get("source") == sources.now("eval_path"))
 
 
 def _prepare_sets(

@@ -1,9 +1,9 @@
 """A cache of prepared tokens, addressed by the content that they were made from. No torch.
 
-The key of an entry is a checksum of all inputs of the tokens. These are the bytes of the texts, the
-way of reading them, the tokenizer's files, the marks around documents, and the versions of the
-libraries. A run gets a hard link to the kept file, or a copy if the run directory is on another
-file system.
+The key of an entry is a checksum of all inputs of the tokens. Inputs are the bytes of texts, the
+way of reading them, the tokenizer's files, and the marks around documents. The code that makes
+tokens and the versions of Python and the libraries count as well. A run gets a hard link to the
+kept file, or a copy if the run directory is on another file system.
 
 A kept file is read once and compared with its checksums before a run takes it; a damaged file is
 removed and made again. Without a usable cache a run only takes the time to make its tokens.
@@ -14,14 +14,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import shutil
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import version
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import penstock
+from penstock.host import world
 from penstock.host.errors import StateError
 from penstock.host.files import DAMAGED, parse_json, sync_directory
 from penstock.host.trust import UntrustedError, open_own
@@ -38,7 +42,10 @@ from penstock.protocol.run.token_cache import (
 )
 
 _FORMAT = 1
-"""Version of entries, and of the tokens made from a text: a change gives every text another key."""
+"""Version of entries: a change gives every text another key."""
+
+_CODE = Path(__file__).parent
+_LIBRARIES = ("tokenizers", "transformers", "jinja2", "pyarrow")
 
 _READ_BYTES = 1 << 20
 _MOST_ENTRY_BYTES = 1 << 16
@@ -60,9 +67,25 @@ def key_of(source: Source, parts: Sequence[Any], read: CountBytes = ignore_bytes
                 read(len(content))
         compression = path.suffix if path.suffix in COMPRESSED else ""
         texts.append([format_of(path) + compression, digest.hexdigest()])
-    libraries = [version(name) for name in ("tokenizers", "transformers")]
-    everything = [_FORMAT, source.encoding, texts, libraries, list(parts)]
+    everything = [_FORMAT, source.encoding, texts, made_by(), list(parts)]
     return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
+
+
+@cache
+def made_by(folder: Path = _CODE) -> str:
+    """Returns a digest of the makers of data: the Python files below a folder of Penstock, and the
+    versions of Python and the libraries. A change of a maker may change its results.
+    """
+    total = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        total.update(json.dumps([str(path.relative_to(folder)), content]).encode())
+    versions = [penstock.__version__, platform.python_version()]
+    for name in _LIBRARIES:
+        with suppress(PackageNotFoundError):
+            versions.append(f"{name} {version(name)}")
+    total.update(json.dumps(versions).encode())
+    return total.hexdigest()
 
 
 class TokenCache:
@@ -173,15 +196,17 @@ Made = dict[Path, dict[str, Any]]
 def cached(
     cache: TokenCache,
     keys: Callable[[], Mapping[Path, str]],
-    stamps: Callable[[], object],
+    stamps: Callable[[float], object],
     make: Callable[[], Made],
 ) -> tuple[Made, bool]:
     """Returns the files of ``keys``, and whether all are from the cache; otherwise ``make`` makes
     all. Made files are kept in the cache if ``stamps`` of their sources are the same afterwards.
+    ``stamps`` takes the time of its first call (:func:`penstock.host.stamps.stamps_of`).
     """
     if not cache.is_used:
         return make(), False
-    before, key_of_path = stamps(), keys()
+    now_s = world.wall()
+    before, key_of_path = stamps(now_s), keys()
     taken: Made = {}
     for path, key in key_of_path.items():
         with NewFile(path) as file:
@@ -193,7 +218,7 @@ def cached(
     else:
         return taken, True
     made = make()
-    if stamps() == before:
+    if stamps(now_s) == before:
         for path, key in key_of_path.items():
             cache.store(key, path, path.with_suffix(".sums"), made[path])
     return made, False

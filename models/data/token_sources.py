@@ -18,7 +18,8 @@ from typing import Any, Protocol
 from penstock.config.schema import Config
 from penstock.config.values import BYTE, MASKED, UTF8
 from penstock.host.errors import ConfigError, reason
-from penstock.models.data.cache import NewFile, TokenCache, cached, key_of
+from penstock.host.stamps import stamps_of
+from penstock.models.data.cache import NewFile, TokenCache, cached, key_of, made_by
 from penstock.models.data.chunks import SAY_EVERY_S, ChunkHasher, Progress, write_sums
 from penstock.models.data.corpus import token_dtype, write_tokens
 from penstock.models.data.marks import Marks, marks_of_numbers
@@ -153,8 +154,9 @@ class TokenSources:
         return fingerprint_of(
             data.model_dump(mode="json", exclude=without),
             [self.holds_out, self._vocab_size, self._eos],
-            file_stamps(self._main_text.source.files),
-            file_stamps(self._eval_text.source.files) if self.has_eval_text else [],
+            content_stamps(self._main_text.source.files),
+            content_stamps(self._eval_text.source.files) if self.has_eval_text else [],
+            made_by(),
             self._tokenizer_sum,
             *self._unusual_marks,
             *self._main_text.key,
@@ -187,6 +189,15 @@ class TokenSources:
             return None
         reading = [text.source.encoding, data.token_dtype, self._vocab_size, self._tokenizer_sum]
         return fingerprint_of(stamps, reading + self._unusual_marks + text.key)
+
+    def content(self, key: str) -> str | None:
+        """Returns :meth:`now`, but by the content of the files: times that were set back hide no
+        change.
+        """
+        known = self.now(key)
+        if known is None:
+            return None
+        return fingerprint_of(known, content_stamps(self._text(key).source.files))
 
     def _check_marks(self) -> None:
         """Refuses marks without a row in the model."""
@@ -225,11 +236,12 @@ class TokenSources:
 
     def write(self, directory: Path) -> dict[str, dict[str, Any]]:
         """Makes the token files; returns the entry of each split in ``meta.json``."""
+        fingerprint = self.fingerprint  # Before the files are read: they may change meanwhile.
         if self._tokenizer is None:
             whole = self._given_tokens(directory / "train.sums")
         else:
             whole = self._tokenized("path", directory / "train.bin", self._tokenizer)
-        whole["fingerprint"] = self.fingerprint
+        whole["fingerprint"] = fingerprint
         if not self.holds_out:
             return {"train": whole}
         if self.has_eval_text:
@@ -241,9 +253,9 @@ class TokenSources:
         ``fingerprint`` of the data.
         """
         assert self._tokenizer is not None
-        path = directory / "eval.bin"
+        path, content = directory / "eval.bin", self.content("eval_path")
         made = self._tokenized("eval_path", path, self._tokenizer)
-        return {**made, "fingerprint": fingerprint}
+        return {**made, "fingerprint": fingerprint, "content": content}
 
     def _tokenized(self, key: str, path: Path, tokenizer: Tokenizer) -> dict[str, Any]:
         source = self._text(key).source
@@ -256,7 +268,7 @@ class TokenSources:
         made, is_cached = cached(
             cache,
             lambda: {path: self._key(key, tokenizer)},
-            lambda: file_stamps(source.files),
+            lambda now_s: content_stamps(source.files, now_s),
             lambda: {path: self._write_tokens(key, path, tokenizer)},
         )
         if is_cached:
@@ -369,7 +381,8 @@ class Pace:
 
 
 def file_stamps(files: Sequence[Path]) -> list[list[Any]]:
-    """Returns path, size and time of the last change of each file.
+    """Returns path, size and time of the last change of each file. A program can set the time back,
+    so equal stamps are a hint for a message, and no proof.
 
     Raises:
         ConfigError: a file is gone.
@@ -382,6 +395,20 @@ def file_stamps(files: Sequence[Path]) -> list[list[Any]]:
             raise ConfigError(f"{path}: {error.strerror}") from error
         stamps.append([str(path.absolute()), status.st_size, status.st_mtime_ns])
     return stamps
+
+
+def content_stamps(files: Sequence[Path], as_of_s: float | None = None) -> list[list[Any]]:
+    """Returns path and stamp of each file; equal stamps mean equal content
+    (:mod:`penstock.host.stamps`).
+
+    Raises:
+        ConfigError: a file is gone.
+    """
+    try:
+        stamps = stamps_of(files, as_of_s)
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}") from error
+    return [[str(path.absolute()), *stamp] for path, stamp in zip(files, stamps, strict=True)]
 
 
 def tokenizer_sum(tokenizer: Tokenizer) -> str:

@@ -4,13 +4,13 @@ log-probabilities of pairs, once for each file of rows.
 The reference is the model at the start of the run. The weights are read block by block. One block
 is in memory at a time, and all rows of a group go through the block. A file next to the rows keeps
 the finished groups, so an interrupted preparation goes on. The cache of tokens keeps finished files
-for other runs.
+for other runs. The key of a file has rows, weights and adapter by content, settings, the code of
+Penstock, and the facts that rounding depends on.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import sys
@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,34 +25,37 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+import penstock.models
 from penstock.config.evaluation import EVAL
 from penstock.config.schema import Config
 from penstock.config.values import PAIR
-from penstock.host.errors import StateError
+from penstock.host.errors import ConfigError, StateError
 from penstock.host.files import parse_json, write_atomically, writing
+from penstock.host.stamps import content_digest
+from penstock.models.adapters.files import SETTINGS, WEIGHTS
 from penstock.models.binding import TORCH_DTYPES, Borrowed, BoundBlock, pack
 from penstock.models.checkpoints.constants import read_constants
 from penstock.models.checkpoints.files import recorded_files
 from penstock.models.checkpoints.initial import initial_blocks
 from penstock.models.data.batch import MicroBatch, Preferences
-from penstock.models.data.cache import Made, NewFile, TokenCache, cached
+from penstock.models.data.cache import Made, NewFile, TokenCache, cached, made_by
 from penstock.models.data.chunks import SAY_EVERY_S, Checksums, ChunkHasher, Progress
 from penstock.models.data.rows.references import FIELD, NUMBER, references_path
 from penstock.models.data.rows.row_file import RowFile, RowLayout
-from penstock.models.data.token_sources import file_stamps, fingerprint_of
+from penstock.models.data.token_sources import content_stamps, fingerprint_of
+from penstock.models.data.user_modules import import_user_module
+from penstock.models.device_facts import device_facts
 from penstock.models.runtime import ModelRuntime
 from penstock.models.surgery.hf import load_run_adapter, load_run_config
 from penstock.models.torch_device import first_device, repeat_bits
 from penstock.protocol.run.process import tool_main
 from penstock.protocol.run.rundir import RunDirectory
 
-_FORMAT = 1
-"""Version of the numbers: a change gives all of them another key."""
-
 _GROUP_BYTES = 1 << 30
 """Bytes of hidden states of a group of rows."""
 
-_READ_BYTES = 1 << 22
+_MODELS = Path(penstock.models.__file__).parent
+"""The code that computes the numbers."""
 
 
 def write_references(run_dir: Path, progress: Progress) -> None:
@@ -74,6 +76,8 @@ def write_references(run_dir: Path, progress: Progress) -> None:
         before = entry.get(FIELD)
         if before is not None and (files.has_started or before["source"] == made.source):
             continue
+        if files.has_started:
+            made.check_model(recorded.get("train", {}).get(FIELD) or {}, split)
         entry[FIELD] = made.of(split, entry)
         write_atomically(meta, json.dumps(recorded, indent=1))
 
@@ -91,45 +95,67 @@ class _References:
 
     @cached_property
     def source(self) -> str:
-        """A fingerprint of the model's files by name, size and time, and of all other inputs."""
-        paths = [path for path in self._weight_files if path.is_file()]
-        return fingerprint_of(file_stamps(paths), self._terms)
+        """A fingerprint of the model's files by their stamps, and of all other inputs."""
+        return fingerprint_of(content_stamps(self._model_files), self._terms)
+
+    @cached_property
+    def _model_files(self) -> tuple[Path, ...]:
+        """The files of the run's first model: weights, adapter, modules of the user."""
+        config, files = self._config, list(self._weight_files)
+        if config.adapter is not None and config.adapter.path is not None:
+            files += [config.adapter.path / name for name in (SETTINGS, WEIGHTS)]
+        modules = [import_user_module(name, config) for name in config.model.imports]
+        return (*files, *(Path(module.__file__) for module in modules if module.__file__))
 
     @cached_property
     def _weight_files(self) -> tuple[Path, ...]:
         folder = self._config.model.path
         if folder is None:
             return ()
-        return tuple(folder / name for name in recorded_files(self.files.path, folder))
+        names = ("config.json", *recorded_files(self.files.path, folder))
+        return tuple(folder / name for name in names)
 
     @cached_property
     def _terms(self) -> list[Any]:
         """All that decides the numbers, next to the weights and the rows."""
-        model = self._config.model.model_dump(mode="json", include={"hf", "imports"})
-        adapter = self._config.adapter
+        keys = {"hf", "imports", "attention", "deterministic"}
+        adapter = load_run_adapter(self.files.path)
         return [
-            _FORMAT,
-            model,
-            None if adapter is None else adapter.model_dump(mode="json"),
+            made_by(_MODELS),
+            self._config.model.model_dump(mode="json", include=keys),
+            None if adapter is None else adapter.model_dump(mode="json", exclude={"path"}),
             None if self._config.model.path is not None else self._config.run.seed,
             (self.files.path / "model" / "config.json").read_text(encoding="utf-8"),
-            self.files.table.weight_dtype.value,
+            self.files.table.digest,
+            self._micro_batch,
             str(self._place),
-            [version(name) for name in ("torch", "transformers")],
+            device_facts(self._config, 0),
         ]
 
     @cached_property
-    def _weights(self) -> list[str]:
-        """SHA-256 of each file of weights. Reads all of them."""
+    def _model(self) -> str:
+        """A digest of the content of the model's files. Reads all of them."""
         digests = []
-        for path in self._weight_files:
+        for path in self._model_files:
             self.progress(f"references: reads {path.name} for the key of the cache")
-            digest = hashlib.sha256()
-            with path.open("rb") as file:
-                while content := file.read(_READ_BYTES):
-                    digest.update(content)
-            digests.append(digest.hexdigest())
-        return digests
+            digests.append(content_digest(path))
+        return fingerprint_of(digests)
+
+    def check_model(self, before: Mapping[str, Any], split: str) -> None:
+        """Refuses references of a run that has started, if its model's files have changed since the
+        start. ``before``: the field of references that the run has.
+
+        Raises:
+            ConfigError: the files differ.
+        """
+        if before.get("model") in (None, self._model):
+            return
+        files = ", ".join(map(str, self._model_files))
+        raise ConfigError(
+            f"data.objective dpo: {split} needs log-probabilities of the model at the run's start,"
+            f" and its files have changed since ({files}); restore the files, or take the"
+            " evaluation out of the configuration"
+        )
 
     @cached_property
     def _place(self) -> torch.device:
@@ -144,17 +170,19 @@ class _References:
         layout = RowLayout.of(entry)
         assert layout is not None, split
         sums = entry["sums"]["sha256"]
-        key = fingerprint_of("references", sums, self._weights, self._terms)
+        key = fingerprint_of("references", sums, layout.to_json(), self._model, self._terms)
 
         def make() -> Made:
             rows = folder / entry["path"]
             file = RowFile(rows, layout, Checksums.open(rows, folder, entry["sums"]))
             return {folder / name: self._computed(split, folder / name, file, key)}
 
+        # A module of the user may import others, which no key knows.
+        limit = 0 if self._config.model.imports else self._config.data.cache_limit
         made, is_cached = cached(
-            TokenCache(self._config.data.cache_limit, self.progress),
+            TokenCache(limit, self.progress),
             lambda: {folder / name: key},
-            lambda: None,
+            lambda now_s: content_stamps(self._model_files, now_s),
             make,
         )
         if is_cached:
@@ -163,6 +191,7 @@ class _References:
         return {
             "path": str(name),
             "source": self.source,
+            "model": self._model,
             "sums": {**fields, "path": str(name.with_name(fields["path"]))},
         }
 

@@ -132,7 +132,7 @@ class KeyFolder:
                 status = (self.path / name).stat()
             except OSError as error:
                 raise _unreadable(self.path / name, error) from error
-            stamps.append((status.st_mtime_ns, status.st_ino, status.st_size))
+            stamps.append((status.st_ctime_ns, status.st_ino, status.st_size))
         return tuple(stamps)
 
     def _settled(self) -> Credential:

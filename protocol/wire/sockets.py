@@ -265,7 +265,7 @@ class CurveAccess:
         folder = self._folder / "peers"
         try:
             stamps = {
-                path: (status.st_mtime_ns, status.st_ino)
+                path: (status.st_ctime_ns, status.st_ino)
                 for path in sorted(folder.glob("*.public"))
                 for status in [path.stat()]
             }

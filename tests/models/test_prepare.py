@@ -257,8 +257,9 @@ def test_tokens_on_a_full_disk_are_named_with_what_they_need(tmp_path: Path) -> 
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_nothing_to_do_takes_no_torch(tmp_path: Path) -> None:
+def test_a_run_that_continues_takes_no_torch(tmp_path: Path) -> None:
     prepare(make(tmp_path), tmp_path)
+    (tmp_path / "state").mkdir()  # it has started
     program = (
         "import sys; from pathlib import Path\n"
         "from penstock.config.schema import load_config\n"

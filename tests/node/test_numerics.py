@@ -60,6 +60,7 @@ def test_a_recipe_follows_the_plan_and_the_software_alone(
     run_dir = tmp_path / "run"
     kernels = run_dir / "model" / "kernels.json"
     prepare_run(config(corpus), run_dir)
+    (run_dir / "journal.sqlite").touch()
     first, made = recipe_of(run_dir), kernels.stat().st_mtime_ns
     prepare_run(config(corpus, "train.steps=9", "optimizer.lr=0.5"), run_dir)
     assert recipe_of(run_dir) == first

@@ -296,7 +296,7 @@ def test_a_run_from_nothing_to_a_refused_resume(tmp_path: Path, corpus: str) -> 
 
     said.clear()
     again = prepare_run(config(corpus, "train.steps=9"), run_dir, said.append)
-    assert said == [ALL_TRAINED], "no step was done with the old value"
+    assert said == ["preparing the model's block table and the data", ALL_TRAINED]
     assert again.run_id == directory.run_id
 
     # Not started yet: another model only means that the table is made anew.
@@ -319,6 +319,27 @@ def test_a_run_from_nothing_to_a_refused_resume(tmp_path: Path, corpus: str) -> 
         bpipe = ("schedule.scheme=bpipe", "cluster.workers=1", nodes)
         prepare_run(config(corpus, same, *bpipe), run_dir)
     assert (run_dir / "resolved.yaml").read_bytes() == kept
+
+
+def test_inputs_are_read_again_until_the_run_has_started(tmp_path: Path, corpus: str) -> None:
+    """A preparation that was interrupted before the first step fixes nothing."""
+    run_dir, tokens = tmp_path / "run", tmp_path / "run/data/train.bin"
+    prepare_run(config(corpus), run_dir)
+    first = tokens.read_bytes()
+    text = Path(corpus.removeprefix("data.path="))
+    before = text.stat()
+    text.write_text(text.read_text().replace("quick", "quiet"))
+    os.utime(text, ns=(before.st_atime_ns, before.st_mtime_ns))
+    prepare_run(config(corpus), run_dir)
+    assert tokens.read_bytes() == first.replace(
+        *(bytes(w, "utf-16-le") for w in ("quick", "quiet"))
+    )
+    assert tokens.read_bytes() != first
+    (run_dir / "journal.sqlite").touch()
+    kept = tokens.read_bytes()
+    text.write_text(text.read_text().replace("quiet", "quick"))
+    prepare_run(config(corpus), run_dir)
+    assert tokens.read_bytes() == kept
 
 
 def test_inputs_that_were_edited_are_refused(tmp_path: Path, corpus: str) -> None:
@@ -519,9 +540,11 @@ def test_a_resume_with_nothing_changed_rewrites_nothing(
     prepare_run(wish, run_dir, said.append)
     (run_dir / "journal.sqlite").unlink()
     assert files() == before
+    (run_dir / "journal.sqlite").touch()
     assert [line for line in said if "auto keeps" not in line] == [ALL_TRAINED]
     prepare_run(config(corpus, f"schedule={schedule}", "train.steps=8"), run_dir)
-    names = {Path(name).name for name, entry in files().items() if entry != before[name]}
+    after = files()
+    names = {Path(name).name for name in before if after[name] != before[name]}
     assert names == {"resolved.yaml", "inputs.json"}
 
 
@@ -543,7 +566,8 @@ def test_a_model_folders_tokenizer_is_named_and_kept(tmp_path: Path, corpus: str
     said.clear()
     assert prepare_run(plain, tmp_path / "own", said.append).config.data.tokenizer == own
     assert prepare_run(found.config, tmp_path / "own", said.append).config == found.config
-    assert [line for line in said if not line.startswith("trains all ")] == []
+    usual = ("trains all ", "preparing the model's block table")
+    assert [line for line in said if not line.startswith(usual)] == []
 
     prepare_run(bytes_asked, tmp_path / "bytes")
     (tmp_path / "bytes" / "journal.sqlite").touch()

@@ -235,8 +235,7 @@ def _make_ready(
     directory = RunDirectory.create(run_dir)
     warn_if_open(directory.path, progress)
     settle_home(directory)
-    # Without a configuration the origin of existing inputs is unknown.
-    makes_inputs = previous is None or _inputs_changed(changes) or not _inputs_exist(run_dir)
+    makes_inputs = _makes_inputs(directory, previous, changes)
     if makes_inputs:
         _make_inputs(config, directory, progress, lock, starter)
     else:
@@ -280,6 +279,16 @@ def _make_ready(
     ):
         _write_plan(directory, with_compile(config, compiled=False), run.plan)
     return RunDirectory(run_dir)
+
+
+def _makes_inputs(
+    directory: RunDirectory, previous: Config | None, changes: Sequence[Change]
+) -> bool:
+    """Returns whether block table and data are to be made. Without a configuration the origin of
+    existing ones is unknown. Until the run has started, the tool compares the content of all files.
+    """
+    is_known = previous is not None and directory.has_started
+    return not is_known or _inputs_changed(changes) or not _inputs_exist(directory.path)
 
 
 def _make_inputs(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,7 +24,7 @@ from penstock.config.schema import Config
 from penstock.config.values import PAIR, RECORD_OBJECTIVES, WEIGHTED
 from penstock.host.errors import ConfigError, reason
 from penstock.host.files import DAMAGED, parse_json, writing
-from penstock.models.data.cache import Made, NewFile, TokenCache, cached, key_of
+from penstock.models.data.cache import Made, NewFile, TokenCache, cached, key_of, made_by
 from penstock.models.data.chat.remarks import lines_of
 from penstock.models.data.chat.unread import unread_line
 from penstock.models.data.chunks import ChunkHasher, Progress
@@ -40,6 +41,7 @@ from penstock.models.data.sources import PLAIN_TEXT, find_source, format_of
 from penstock.models.data.token_sources import (
     Pace,
     TokenSources,
+    content_stamps,
     file_stamps,
     fingerprint_of,
     tokenizer_sum,
@@ -99,6 +101,9 @@ class RunSources(Protocol):
 
     def now(self, key: str) -> str | None:
         """Returns the fingerprint of ``data.KEY``; None if its files are gone."""
+
+    def content(self, key: str) -> str | None:
+        """Returns :meth:`now`, but by the content of the files."""
 
     def write(self, directory: Path) -> dict[str, dict[str, Any]]:
         """Makes the files; returns the entry of each split in ``meta.json``."""
@@ -235,9 +240,11 @@ class RowSources:
         held = [self.holds_out, self._config.data.eval_fraction]
         return fingerprint_of(
             self._key_parts(self._origins),
-            [file_stamps(origin.source.files) for origin in self._origins],
+            _content(self._origins),
             held,
-            self._stamps("eval_path") if self.has_eval_text else [],
+            _content(self._eval_origins) if self.has_eval_text else [],
+            made_by(),
+            [time.strftime("%Y-%m-%d")] if self._writes_date(self._origins) else [],
         )
 
     def now(self, key: str) -> str | None:
@@ -245,15 +252,21 @@ class RowSources:
         reading; None if the files are gone.
         """
         try:
-            stamps = self._stamps(key)
-            origins = self._eval_origins if key == "eval_path" else self._origins
+            origins = self._of(key)
+            stamps = [file_stamps(origin.source.files) for origin in origins]
             return fingerprint_of(stamps, self._key_parts(origins))
         except ConfigError:
             return None
 
-    def _stamps(self, key: str) -> list[Any]:
-        origins = self._eval_origins if key == "eval_path" else self._origins
-        return [file_stamps(origin.source.files) for origin in origins]
+    def content(self, key: str) -> str | None:
+        """Returns :meth:`now`, but by the content of the files: times that were set back hide no
+        change.
+        """
+        known = self.now(key)
+        return None if known is None else fingerprint_of(known, _content(self._of(key)))
+
+    def _of(self, key: str) -> list[Origin]:
+        return self._eval_origins if key == "eval_path" else self._origins
 
     def _key_parts(self, origins: Sequence[Origin]) -> list[Any]:
         """Returns all that decides the rows, next to the bytes of the records."""
@@ -278,13 +291,14 @@ class RowSources:
         Raises:
             CapacityError, ConfigError: a file cannot be written, or a record cannot be read.
         """
+        fingerprint = self.fingerprint  # Before the files are read: they may change meanwhile.
         holds = self.holds_out and not self.has_eval_text
         names = ("train", "eval") if holds else ("train",)
         made = self._made(self._origins, directory, names)
         if self.has_eval_text:
             made["eval"] = self.write_eval(directory, None)
         return {
-            name: {**entry, "fingerprint": self.fingerprint, "source": self.now(_KEYS[name])}
+            name: {**entry, "fingerprint": fingerprint, "source": self.now(_KEYS[name])}
             for name, entry in made.items()
         }
 
@@ -292,14 +306,21 @@ class RowSources:
         """Makes the file of ``data.eval_path``; returns its entry in ``meta.json`` with this
         ``fingerprint`` of the data.
         """
+        content = self.content("eval_path")
         entry = self._made(self._eval_origins, directory, ("eval",))["eval"]
-        return {**entry, "fingerprint": fingerprint, "source": self.now("eval_path")}
+        known = {"fingerprint": fingerprint, "content": content}
+        return {**entry, **known, "source": self.now("eval_path")}
+
+    def _writes_date(self, origins: Sequence[Origin]) -> bool:
+        """Returns whether the rows depend on the day on which they are made."""
+        template = self._way.template
+        formats = {origin.config.format for origin in origins}
+        return template is not None and template.writes_date and not formats <= _WITHOUT_TEMPLATE
 
     def _warn_of_dates(self, origins: Sequence[Origin]) -> None:
         """Reports a chat template that writes the date of the day."""
         template = self._way.template
-        formats = {origin.config.format for origin in origins}
-        if template is None or not template.writes_date or formats <= _WITHOUT_TEMPLATE:
+        if template is None or not self._writes_date(origins):
             return
         self._progress(
             f"data.chat_template = {template.name!r}: the template writes the date of the day, so"
@@ -319,10 +340,12 @@ class RowSources:
             }
 
         paths = {split: directory / f"{split}.bin" for split in splits}
+        # Rows with the date of the day are kept for no other day.
+        limit = 0 if self._writes_date(origins) else self._config.data.cache_limit
         made, is_cached = cached(
-            TokenCache(self._config.data.cache_limit, self._progress),
+            TokenCache(limit, self._progress),
             keys,
-            lambda: [file_stamps(origin.source.files) for origin in origins],
+            lambda now_s: _content(origins, now_s),
             lambda: self._draw(origins, paths),
         )
         if is_cached:
@@ -435,6 +458,10 @@ class RowSources:
 
 
 _KEYS = {"train": "path", "eval": "eval_path"}
+
+
+def _content(origins: Sequence[Origin], as_of_s: float | None = None) -> list[Any]:
+    return [content_stamps(origin.source.files, as_of_s) for origin in origins]
 
 
 def _sums(origins: Sequence[Origin]) -> list[str]:
