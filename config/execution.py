@@ -394,6 +394,7 @@ class MemoryConfig(Section):
         default="auto",
         description="auto: frozen weights are in /dev/shm once for all runs of a user that have"
         " the same ones: same files of model.path (not copies), or same seed and configuration."
+        " Where another user has taken the name in /dev/shm, the run has its own."
         " never: each run has its own (`penstock docs OPERATION`).",
     )
 

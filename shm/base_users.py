@@ -13,7 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from penstock.host import world
-from penstock.shm.bases import BaseName, lock_alone, own_bases, remove_dead
+from penstock.host.trust import kind_of
+from penstock.shm.bases import DIGEST_IN_NAME, BaseName, lock_alone, own_bases, remove_dead
 from penstock.shm.control import ControlView, block_words_offset
 from penstock.shm.inventory import control_names
 from penstock.shm.layout import PAGE_BYTES
@@ -22,8 +23,10 @@ from penstock.shm.segment import (
     StrangeSegmentError,
     VersionMismatchError,
     exists,
+    is_own,
     open_segment,
     path_of,
+    status_of,
 )
 
 _PATIENCE_S = 1.0
@@ -79,12 +82,14 @@ def sweep() -> list[str]:
     return [entry.name for entry in entries if users is not None and _remove(entry, users)]
 
 
-def users_of_bases() -> Mapping[str, Collection[str]] | None:
+def users_of_bases(besides: str = "") -> Mapping[str, Collection[str]] | None:
     """Returns the runs of this user that name each base, by digest. None: some memory is of a newer
-    Penstock, and its bases are not known.
+    Penstock, and its bases are not known. ``besides``: name of a control segment to leave out.
     """
     users: dict[str, set[str]] = {}
     for run_id, name in control_names():
+        if name == besides:
+            continue
         try:
             for _, digest in _named_in(run_id, name):
                 users.setdefault(digest.hex(), set()).add(run_id)
@@ -93,6 +98,33 @@ def users_of_bases() -> Mapping[str, Collection[str]] | None:
         except SegmentError:
             continue  # gone, cut short, or no control segment
     return users
+
+
+def remove_unusable(name: str, besides: str) -> bool:
+    """Removes a file that has the name of a base and is none. Returns whether the name is free.
+    ``besides``: the control segment of the memory that needs the base.
+
+    A file of another user stays. So does a file that other memory names, or that a process uses.
+    """
+    status = status_of(name)
+    if status is None:
+        return True
+    if status.st_uid != os.geteuid() or kind_of(status) == "folder":
+        return False
+    if not is_own(status):  # a link, or a file of another type, which has no lock
+        os.unlink(path_of(name))
+        return True
+    descriptor = lock_alone(name)
+    if descriptor is None:
+        return not exists(name)
+    try:
+        match = DIGEST_IN_NAME.search(name)
+        if match is not None and _is_named(match[0], besides):
+            return False
+        os.unlink(path_of(name))
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def missing_bytes(sizes: Mapping[bytes, int]) -> int:
@@ -136,8 +168,8 @@ def _remove(entry: BaseName, users: Mapping[str, Collection[str]]) -> bool:
     return True
 
 
-def _is_named(digest: str) -> bool:
-    users = users_of_bases()
+def _is_named(digest: str, besides: str = "") -> bool:
+    users = users_of_bases(besides)
     return users is None or bool(users.get(digest))
 
 

@@ -4,7 +4,8 @@ The digest stands for names, shapes, type and content of a block's frozen array
 (:mod:`penstock.protocol.run.bases.base_identity`). So all runs of a user with the same weights
 use one file. Layout::
 
-    array, from offset 0, zeros up to a page | page: magic, format, array bytes, digest, filler
+    array, from offset 0, zeros up to a page | page: magic, format, array bytes, digest, filler,
+                                               checksum of the array
 
 A file is filled as ``NAME.filling`` (mode 0600, exclusive ``flock`` of its filler). The file
 appears under this name with its lock, so a file without a lock is of a dead filler. A complete file
@@ -15,6 +16,11 @@ names the base (:mod:`penstock.shm.base_users` removes bases without users). A u
 1. Name the base in the control segment.
 2. Open the file, take the lock, compare the name's inode with that of the open file. A file that
    was removed in between is none: begin again.
+3. Compare the array with its checksum, if the memory is new.
+
+Any user of the machine may create a file under such a name first. A memoryd then draws a random
+digest for the block, and its control segment leads to the file. A file of the same user with
+another mode, size or content is removed and made again, unless a run uses the file.
 """
 
 from __future__ import annotations
@@ -32,6 +38,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.host.stamps import digest_of
 from penstock.host.trust import UntrustedError, kind_of, open_own
 from penstock.shm.layout import PAGE_BYTES, ArrayRange
 from penstock.shm.segment import (
@@ -41,6 +48,7 @@ from penstock.shm.segment import (
     SegmentMissingError,
     ShortSegmentError,
     StrangeSegmentError,
+    is_own,
     list_segments,
     no_space,
     open_segment,
@@ -61,10 +69,15 @@ _NAME = re.compile(
     rf"{_PREFIX}(?P<uid>[0-9]{{1,10}})-(?P<digest>[0-9a-f]{{64}})(?P<filling>{re.escape(FILLING)}|{re.escape(_STALLED)})?",
     re.ASCII,
 )
+DIGEST_IN_NAME = re.compile("[0-9a-f]{64}", re.ASCII)
 _MAGIC = int.from_bytes(b"PNSTBASE", "little")
-_FORMAT = 1
+_FORMAT = 2
+_UNSUMMED = 1
+"""Format of an older Penstock, without checksums."""
 _FILLER_BYTES = 64
-_TRAILER = struct.Struct(f"<QQQ{DIGEST_BYTES}s{_FILLER_BYTES}s")
+_TRAILER = struct.Struct(f"<QQQ{DIGEST_BYTES}s{_FILLER_BYTES}s{DIGEST_BYTES}s")
+_IDENTITY_BYTES = _TRAILER.size - _FILLER_BYTES - DIGEST_BYTES
+_NO_SUM = bytes(DIGEST_BYTES)
 _COMPLETE_MODE = 0o400
 _RENAME_NOREPLACE = 1
 _AT_FDCWD = -100
@@ -74,6 +87,14 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 class BusyBaseError(SegmentError):
     """The base is about to appear or to be removed: a process holds its lock for a moment."""
+
+
+class DamagedBaseError(SegmentError):
+    """The array of the base differs from its checksum."""
+
+
+UNUSABLE = (StrangeSegmentError, ShortSegmentError, DamagedBaseError)
+"""Errors of a name that does not lead to the base."""
 
 
 class UnfilledBaseError(SegmentError):
@@ -136,10 +157,12 @@ class Base:
         self.num_bytes = num_bytes
         self.descriptor = descriptor
         self.complete = complete
+        self._is_summed = complete
 
     @classmethod
-    def adopt(cls, digest: bytes, num_bytes: int) -> Base | None:
-        """Returns the complete base with a shared lock; None if there is none.
+    def adopt(cls, digest: bytes, num_bytes: int, *, compares: bool = False) -> Base | None:
+        """Returns the complete base with a shared lock; None if there is none. ``compares``: reads
+        the array and compares it with its checksum.
 
         Raises:
             BusyBaseError: try again in a moment.
@@ -155,6 +178,8 @@ class Base:
             if not _leads_to(base_name(digest), descriptor):
                 os.close(descriptor)  # removed before the lock was taken
                 return None
+            if compares:
+                _compare(base_name(digest), descriptor, num_bytes)
         except BaseException:
             os.close(descriptor)
             raise
@@ -201,6 +226,11 @@ class Base:
         """Returns the name that the file has now."""
         return base_name(self.digest) + ("" if self.complete else FILLING)
 
+    @property
+    def has_name(self) -> bool:
+        """True unless the name of the file was removed or given to another file."""
+        return _leads_to(base_name(self.digest), self.descriptor) or bool(self._filling_name())
+
     def beat(self) -> None:
         """Shows other runs, which wait for this base, that its filler works."""
         os.utime(self.descriptor)
@@ -209,7 +239,11 @@ class Base:
         """Makes the filled file the base. Returns False if another process has made the base in
         the meantime: this file is to be closed then.
         """
-        os.fchmod(self.descriptor, _COMPLETE_MODE)
+        if not self._is_summed:
+            self.beat()
+            self._write_trailer(digest_of(self.descriptor, self.num_bytes))
+            os.fchmod(self.descriptor, _COMPLETE_MODE)
+            self._is_summed = True
         place = self._filling_name()
         if place is None or not _rename(place, base_name(self.digest)):
             return False
@@ -218,6 +252,15 @@ class Base:
         # the base, and leaves the base alone.
         fcntl.flock(self.descriptor, fcntl.LOCK_SH)
         return True
+
+    def change_digest(self, digest: bytes) -> None:
+        """Gives the filled file the digest of another base, before it gets its name."""
+        status = os.pread(self.descriptor, _TRAILER.size, _padded(self.num_bytes))
+        place = self._filling_name()
+        if place is None or not _rename(place, base_name(digest) + FILLING):
+            raise StrangeSegmentError(f"{path_of(self.name)} was replaced")
+        self.digest = digest
+        self._write_trailer(status[-DIGEST_BYTES:])
 
     def close(self) -> None:
         """Gives the lock back; an incomplete file is removed."""
@@ -235,6 +278,10 @@ class Base:
     def _filling_name(self) -> str | None:
         names = (base_name(self.digest) + end for end in (FILLING, _STALLED))
         return next((name for name in names if _leads_to(name, self.descriptor)), None)
+
+    def _write_trailer(self, checksum: bytes) -> None:
+        trailer = _trailer(self.digest, self.num_bytes, "", checksum)
+        os.pwrite(self.descriptor, trailer, _padded(self.num_bytes))
 
     def _reserve(self, filler: str) -> None:
         size = file_bytes(self.num_bytes)
@@ -259,10 +306,7 @@ def open_base(digest: bytes, num_bytes: int) -> int:
         SegmentError: the file is of another user, mode or size, or of another base.
     """
     name = base_name(digest)
-    try:
-        descriptor = open_segment(name, os.O_RDONLY)
-    except StrangeSegmentError as error:
-        raise StrangeSegmentError(f"{error}; {_REMEDY}") from error
+    descriptor = open_segment(name, os.O_RDONLY)
     try:
         _check(name, descriptor, digest, num_bytes, _COMPLETE_MODE)
     except BaseException:
@@ -309,7 +353,7 @@ def remove_dead(name: str) -> bool:
     except FileNotFoundError:
         return False
     except UntrustedError as error:
-        raise StrangeSegmentError(f"{error}; {_REMEDY}") from error
+        raise StrangeSegmentError(str(error)) from error
     try:
         dead = _lock(descriptor, fcntl.LOCK_EX) and _leads_to(name, descriptor)
         if dead:
@@ -322,21 +366,40 @@ def remove_dead(name: str) -> bool:
 def take_claim(digest: bytes) -> None:
     """Renames a file that a process fills without progress, so that another process can claim the
     base. The first to finish completes the base.
+
+    Raises:
+        StrangeSegmentError: the other name is taken.
     """
     names = (base_name(digest) + end for end in (FILLING, _STALLED))
-    with suppress(FileNotFoundError):
+    try:
         os.rename(*map(path_of, names))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        path = path_of(base_name(digest) + _STALLED)
+        raise StrangeSegmentError(f"{path} is taken: {error.strerror}") from error
 
 
 def lock_alone(name: str) -> int | None:
-    """Returns a descriptor of a base with an exclusive lock; None if the base is gone, strange or
-    in use.
+    """Returns a descriptor of a file of this user with an exclusive lock, to remove the file; None
+    if the file is gone, of another user or in use. Mode and content do not matter.
     """
-    try:
-        descriptor = open_own(path_of(name), os.O_RDONLY)
-    except (OSError, UntrustedError):
+    path, flags = path_of(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    if not is_own(status_of(name)):
         return None
-    if _lock(descriptor, fcntl.LOCK_EX) and _leads_to(name, descriptor):
+    try:
+        descriptor = os.open(path, flags)
+    except PermissionError:
+        with suppress(OSError):
+            path.chmod(_COMPLETE_MODE, follow_symlinks=False)
+        try:
+            descriptor = os.open(path, flags)
+        except OSError:
+            return None
+    except OSError:
+        return None
+    locked = is_own(os.fstat(descriptor)) and _lock(descriptor, fcntl.LOCK_EX)
+    if locked and _leads_to(name, descriptor):
         return descriptor
     os.close(descriptor)
     return None
@@ -404,7 +467,7 @@ class BaseMapping:
             raise OSError(code, f"mapping {size} bytes of a base: {os.strerror(code)}")
 
 
-_REMEDY = (
+REMEDY = (
     "remove it (its user or root may), or train with memory.share_base: never, which takes"
     " memory of the run's own"
 )
@@ -414,21 +477,44 @@ def _check(name: str, descriptor: int, digest: bytes, num_bytes: int, mode: int)
     status = os.fstat(descriptor)
     if status.st_mode & 0o777 != mode:
         raise StrangeSegmentError(
-            f"{path_of(name)} has mode {status.st_mode & 0o777:04o}, expected {mode:04o}; {_REMEDY}"
+            f"{path_of(name)} has mode {status.st_mode & 0o777:04o}, expected {mode:04o}"
         )
     expected = file_bytes(num_bytes)
     if status.st_size != expected or status.st_blocks * 512 < expected:
         raise ShortSegmentError(
             f"{path_of(name)} has {status.st_size} bytes, of which {status.st_blocks * 512} are"
-            f" reserved; {expected} are expected; {_REMEDY}"
+            f" reserved; {expected} are expected"
         )
     trailer = os.pread(descriptor, _TRAILER.size, _padded(num_bytes))
-    if trailer[:-_FILLER_BYTES] != _trailer(digest, num_bytes, "")[:-_FILLER_BYTES]:
-        raise StrangeSegmentError(f"{path_of(name)} is not the base of its name; {_REMEDY}")
+    known = [
+        _trailer(digest, num_bytes, "", format_=number)[:_IDENTITY_BYTES]
+        for number in (_FORMAT, _UNSUMMED)
+    ]
+    if trailer[:_IDENTITY_BYTES] not in known:
+        raise StrangeSegmentError(f"{path_of(name)} is not the base of its name")
 
 
-def _trailer(digest: bytes, num_bytes: int, filler: str) -> bytes:
-    return _TRAILER.pack(_MAGIC, _FORMAT, num_bytes, digest, filler.encode()[:_FILLER_BYTES])
+def _compare(name: str, descriptor: int, num_bytes: int) -> None:
+    """Compares the array of a base with its checksum.
+
+    Raises:
+        DamagedBaseError: they differ, or the base has no checksum.
+    """
+    trailer = os.pread(descriptor, _TRAILER.size, _padded(num_bytes))
+    if digest_of(descriptor, num_bytes) != trailer[-DIGEST_BYTES:]:
+        raise DamagedBaseError(f"{path_of(name)} is damaged: its checksum differs")
+
+
+def _trailer(
+    digest: bytes,
+    num_bytes: int,
+    filler: str,
+    checksum: bytes = _NO_SUM,
+    *,
+    format_: int = _FORMAT,
+) -> bytes:
+    known = filler.encode()[:_FILLER_BYTES]
+    return _TRAILER.pack(_MAGIC, format_, num_bytes, digest, known, checksum)
 
 
 def _lock(descriptor: int, kind: int) -> bool:

@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from contextlib import suppress
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from penstock.host.errors import ExitCode
+from penstock.protocol.run.bases.base_identity import bases_of, recorded_source
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.wire.control import ControlClient
 from penstock.shm.base_users import base_uses
-from penstock.shm.bases import base_name
+from penstock.shm.bases import FILLING, base_name
 from penstock.shm.memory import NodeMemory
 from penstock.shm.segment import path_of
+from tests.memory.test_taken_bases import take
 from tests.system import conftest as H
 from tests.system import test_mirror as M
 from tests.system.test_exactness import obeyed
@@ -33,6 +36,10 @@ FROZEN: dict[str, Any] = {
     "schedule": {"scheme": "mobius"},
     "cluster": {"heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 2.0},
 }
+
+
+ENDS = ("", FILLING)
+"""Endings of names that a stranger takes in turn."""
 
 
 def run_id(run: H.TrainProcess) -> str:
@@ -66,6 +73,28 @@ def test_two_runs_have_one_base_and_end_as_alone(runner: Any) -> None:
     assert code == 130, output
     left = {use.digest for use in base_uses()}
     assert left.isdisjoint(use.digest for use in uses)
+
+
+def test_names_that_another_user_has_taken_change_nothing(runner: Any) -> None:
+    """The stranger knows all names from an earlier run of the same weights."""
+    if os.getuid() != 0:
+        pytest.skip("only root can act as another user")
+    alone = runner.train(runner.configure("before", FROZEN))
+    directory = RunDirectory(alone)
+    source = recorded_source(directory, directory.memory_spec(0).node_name)
+    assert source is not None
+    digests = [digest for _, digest in bases_of(directory.memory_spec(0), source)]
+    taken = [base_name(digest) + end for digest, end in zip(digests, cycle(ENDS), strict=False)]
+    try:
+        for name in taken:
+            take(name)
+        other = runner.train(runner.configure("after", FROZEN))
+        log = "".join(path.read_text() for path in (other / "logs").glob("memoryd*"))
+        assert log.count("the run takes memory of its own for the frozen weights of") == len(taken)
+    finally:
+        for name in taken:
+            path_of(name).unlink(missing_ok=True)
+    assert H.state_bytes(other) == H.state_bytes(alone)
 
 
 TARGETS = ("memoryd", "worker", "optimizerd", "schedulerd")

@@ -3,10 +3,14 @@
 One memoryd fills a base, others wait for it and adopt it. A filler that is killed gives its lock
 back, and another memoryd begins again. A filler that is alive and makes no progress loses its claim
 after :data:`STALLED_S`; then two fill, and the first to finish wins.
+
+A name that another user has taken stops no run: the block gets a base with a random digest, which
+other runs do not find.
 """
 
 from __future__ import annotations
 
+import logging
 import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +29,19 @@ from penstock.protocol.run.bases.base_identity import (
     recorded_source,
 )
 from penstock.protocol.run.rundir import RunDirectory
-from penstock.shm.bases import Base, BusyBaseError, being_filled, take_claim
+from penstock.shm.base_users import remove_unusable
+from penstock.shm.bases import (
+    DIGEST_BYTES,
+    FILLING,
+    REMEDY,
+    UNUSABLE,
+    Base,
+    BusyBaseError,
+    base_name,
+    being_filled,
+    take_claim,
+)
+from penstock.shm.layout import SegmentKind
 from penstock.shm.memory import NodeMemory
 from penstock.shm.segment import NoSpaceError, SegmentError
 
@@ -37,6 +53,8 @@ _KEEP_S = 10.0
 """Seconds in which memory that holds a model gets the locks of its bases."""
 _COMPARED_BYTES = 64 << 20
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
@@ -45,11 +63,13 @@ class Sharing:
     run: RunDirectory
     node: str
 
-    def source(self, *, initial: bool) -> str:
-        """Returns the source of frozen weights from the model, or of those in saved states."""
-        run = self.run
-        known = current_source(run, run.config) if initial else recorded_source(run, self.node)
-        return private_source(run, self.node) if known is None else known
+    def source(self, as_of_s: float, *, initial: bool) -> str:
+        """Returns the source of frozen weights from the model, or of those in saved states.
+        ``as_of_s``: see :func:`penstock.host.stamps.stamps_of`.
+        """
+        run, node = self.run, self.node
+        known = current_source(run, run.config, as_of_s) if initial else recorded_source(run, node)
+        return private_source(run, node) if known is None else known
 
 
 @contextmanager
@@ -69,12 +89,13 @@ def filling_bases(
         yield cancelled
         return
     assert sharing is not None, "the memory has bases"
-    source = sharing.source(initial=initial)
+    now_s = world.wall()
+    source = sharing.source(now_s, initial=initial)
     memory.rename_bases(bases_of(memory.spec, source))
     try:
         _obtain(memory, cancelled)
         yield _beating(memory, cancelled)
-        if initial and sharing.source(initial=True) != source:
+        if initial and sharing.source(now_s, initial=True) != source:
             raise StateError(
                 f"model.path = {str(sharing.run.config.model.path)!r}: files with weights changed"
                 " while they were read; start again once no program writes them"
@@ -82,7 +103,8 @@ def filling_bases(
         _complete(memory, cancelled)
     except SegmentError as error:
         kind = CapacityError if isinstance(error, NoSpaceError) else StateError
-        raise kind(f"memory of node {sharing.node}: {error}") from error
+        remedy = f"; {REMEDY}" if isinstance(error, UNUSABLE) else ""
+        raise kind(f"memory of node {sharing.node}: {error}{remedy}") from error
     finally:
         for block in [b for b, base in memory.held.items() if not base.complete]:
             memory.release(block)
@@ -139,6 +161,8 @@ def keep_bases(memory: NodeMemory) -> None:
                     world.sleep(_POLL_S)
                     continue
                 raise
+            except UNUSABLE as error:
+                raise SegmentError(f"{error}; {REMEDY}") from error
             if base is None:
                 name = memory.spec.table.blocks[block].name
                 raise SegmentError(
@@ -157,42 +181,95 @@ def _obtain(memory: NodeMemory, cancelled: Callable[[], bool]) -> None:
         if held is None or (held.digest, held.complete) != (digest, True):
             memory.release(block)
             num_bytes = places[block].num_bytes
-            memory.hold(block, _adopted(digest, num_bytes, memory.spec.filler, cancelled))
+            try:
+                base = _claimed(memory, digest, num_bytes, cancelled)
+            except UNUSABLE as error:
+                base = _claimed(memory, _draw_digest(memory, block, error), num_bytes, cancelled)
+            memory.hold(block, base)
 
 
 def _complete(memory: NodeMemory, cancelled: Callable[[], bool]) -> None:
     for block, base in [(b, base) for b, base in memory.held.items() if not base.complete]:
-        if base.seal():
+        while not base.seal():
+            # Another process has made the base meanwhile, or a stranger has taken its name.
+            if cancelled():
+                raise CancelledError
+            try:
+                other = _found(memory, base.digest, base.num_bytes)
+            except UNUSABLE as error:
+                base.change_digest(_draw_digest(memory, block, error))
+                continue
+            if other is not None:
+                memory.release(block)
+                memory.hold(block, other)
+                break
+            if not base.has_name:
+                raise StateError(f"{base.name} in /dev/shm was removed at its completion")
+            world.sleep(_POLL_S)
+        else:
             memory.protect(block)
-            continue
-        digest, num_bytes = base.digest, base.num_bytes
-        memory.release(block)
-        memory.hold(block, _adopted(digest, num_bytes, "", cancelled))
 
 
-def _adopted(digest: bytes, num_bytes: int, filler: str, cancelled: Callable[[], bool]) -> Base:
-    """Returns the base, complete or (with ``filler``) claimed."""
+def _claimed(
+    memory: NodeMemory, digest: bytes, num_bytes: int, cancelled: Callable[[], bool]
+) -> Base:
+    """Returns the base, complete or claimed by this memory.
+
+    Raises:
+        SegmentError: the base's name leads to a file that has to stay.
+    """
     progress, since_s = being_filled(digest), world.monotonic()
     while True:
         if cancelled():
             raise CancelledError
-        try:
-            base = Base.adopt(digest, num_bytes)
-            if base is None and filler:
-                base = Base.claim(digest, num_bytes, filler)
-        except BusyBaseError:
-            base = None
+        base = _found(memory, digest, num_bytes, claims=True)
         if base is not None:
             return base
         last, progress = progress, being_filled(digest)
         if progress != last:
             since_s = world.monotonic()
         elif world.monotonic() - since_s > STALLED_S:
-            if not filler:
-                raise StateError(f"base {digest.hex()} in /dev/shm was removed at its completion")
             take_claim(digest)
             since_s = world.monotonic()
         world.sleep(_POLL_S)
+
+
+def _found(
+    memory: NodeMemory, digest: bytes, num_bytes: int, *, claims: bool = False
+) -> Base | None:
+    """Returns the complete base, or (with ``claims``) one to be filled; None: there is none yet. A
+    file that is unusable and has no users is removed.
+
+    Raises:
+        SegmentError: the base's name leads to a file that has to stay.
+    """
+    name = base_name(digest)
+    try:
+        base = Base.adopt(digest, num_bytes, compares=True)
+        if base is not None or not claims:
+            return base
+        name += FILLING
+        return Base.claim(digest, num_bytes, memory.spec.filler)
+    except BusyBaseError:
+        return None
+    except UNUSABLE as error:
+        if not remove_unusable(name, memory.spec.name(SegmentKind.CONTROL)):
+            raise
+        _log.warning("%s; it is removed, and the frozen weights are read again", error)
+        return None
+
+
+def _draw_digest(memory: NodeMemory, block: int, error: SegmentError) -> bytes:
+    """Names a base of this run alone for a block; returns the new digest. ``error``: the reason."""
+    drawn = world.random_bits(8 * DIGEST_BYTES).to_bytes(DIGEST_BYTES, "little")
+    memory.rename_bases(tuple((b, drawn if b == block else d) for b, d in memory.spec.bases))
+    _log.warning(
+        "%s; the run takes memory of its own for the frozen weights of %s, which other runs do not"
+        " share (memory.share_base)",
+        error,
+        memory.spec.table.blocks[block].name,
+    )
+    return drawn
 
 
 def _beating(memory: NodeMemory, cancelled: Callable[[], bool]) -> Callable[[], bool]:

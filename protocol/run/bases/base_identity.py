@@ -1,10 +1,10 @@
 """The identity of a run's frozen weights: which runs may share them, known before they are read.
 
 The identity of a block covers names, shapes and type of its frozen tensors, and their source. The
-source is a model folder or a seed. Of a folder, files with weights count by inode, size and times
-of change. The kernel sets the latter, and no program can set it back. So a second run finds the
-weights without reading a file; a copy of a folder is another source. Packages that convert or draw
-weights count with their versions.
+source is a model folder or a seed. Files with weights in a folder count by their stamps
+(:mod:`penstock.host.stamps`). A stamp is inode, size and times of change, or the content of a file
+that is new or on a tmpfs. So a second run finds the weights without reading a file; a copy of a
+folder is another source. Packages that convert or draw weights count with their versions.
 
 A node notes its source as soon as its frozen weights are complete, in ``model/base-NODE.json``. A
 resume from a saved state has these weights even if the folder has changed since.
@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from penstock.config.schema import Config
-from penstock.host import world
 from penstock.host.errors import StateError
 from penstock.host.files import DAMAGED, holds_text, parse_json, write_atomically
+from penstock.host.stamps import stamps_of
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.bases import own_bases
 from penstock.shm.memory import MemorySpec
@@ -36,10 +34,6 @@ source.
 WEIGHT_FILES = "weight_files"
 """Key of ``RUN_DIR/model/meta.json``: the files of ``model.path`` that hold the initial weights."""
 FORMAT = 1
-_TICK_S, _COARSE_S = 0.05, 2.0
-"""Seconds within which two changes of a file may have the same time: of most file systems, and of
-those that count whole seconds.
-"""
 _SOURCE = re.compile("[0-9a-f]{64}", re.ASCII)
 
 
@@ -68,8 +62,9 @@ def present_bytes(run: RunDirectory, config: Config, node: str) -> int:
     return sum(entry.num_bytes for entry in own_bases() if entry.digest in digests)
 
 
-def current_source(run: RunDirectory, config: Config) -> str | None:
+def current_source(run: RunDirectory, config: Config, as_of_s: float | None = None) -> str | None:
     """Returns the source of weights that a node reads or draws now; None if it is not known.
+    ``as_of_s``: see :func:`penstock.host.stamps.stamps_of`.
 
     Raises:
         StateError: a file of the model cannot be examined.
@@ -84,7 +79,7 @@ def current_source(run: RunDirectory, config: Config) -> str | None:
     folder = config.model.path
     paths = [folder / name for name in ("config.json", *names)]
     try:
-        return _digest([*made, "folder", list(names), _stamps(paths)])
+        return _digest([*made, "folder", list(names), stamps_of(paths, as_of_s)])
     except OSError as error:
         raise StateError(f"model.path = {str(folder)!r}: {error}") from error
 
@@ -157,21 +152,6 @@ def _expected_source(run: RunDirectory, config: Config, node: str) -> str | None
         return current_source(run, config)
     # Runs of an older Penstock have saved states and no record: their weights are their own.
     return source
-
-
-def _stamps(paths: Iterable[Path]) -> list[tuple[int, int, int, int]]:
-    """Returns inode, size and times of each file, once a later change would change a time."""
-    stamps = []
-    for path in paths:
-        status = os.stat(path)
-        coarse = not (status.st_mtime_ns % 10**9 or status.st_ctime_ns % 10**9)
-        tick_s = _COARSE_S if coarse else _TICK_S
-        age_s = world.wall() - status.st_ctime
-        if age_s < tick_s:
-            world.sleep(min(tick_s, tick_s - age_s))
-        status = os.stat(path)
-        stamps.append((status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
-    return stamps
 
 
 def _has_saved(run: RunDirectory) -> bool:
