@@ -206,6 +206,45 @@ def test_a_block_that_changes_fails_the_copy(
     assert pins(filled) == [None] * 3
 
 
+@pytest.mark.parametrize("laid_out", [True, False], ids=["published", "state"])
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda control, block: control.set_state_version(block, 8),
+        lambda control, _: control.set_incarnation(9),
+        lambda control, block: control.set_pin(block, None),
+    ],
+    ids=["state", "incarnation", "pin"],
+)
+def test_each_block_is_checked_after_it_was_read(
+    filled: NodeMemory,
+    lay: Lay,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    block: int,
+    change: Any,
+    laid_out: bool,
+) -> None:
+    """The block is the only one that is left, so the check of a later block notices nothing."""
+    monkeypatch.setattr(type(filled), "owned_blocks", lambda memory: [block])
+    written = 0
+
+    class Meddling(Disk):
+        """The block changes after all of its bytes were written."""
+
+        def write(self, file: Any, content: Any) -> None:
+            nonlocal written
+            super().write(file, content)
+            written += len(content)
+            change(filled.control, block)
+
+    folder = lay(filled) if laid_out else tmp_path
+    with pytest.raises(StateError, match="cannot save version 7: "):
+        copy_weights(PinnedVersion(filled, 7), folder, never, disk=Meddling())
+    assert written and pins(filled) == [None] * 3
+
+
 def test_a_block_is_let_go_before_it_is_on_disk(filled: NodeMemory, lay: Lay) -> None:
     let_go, synced = threading.Event(), []
 
