@@ -1,9 +1,9 @@
 """Bounds of CPU time and memory for work on files of strangers.
 
 :func:`limited` ends Python code with an error, and the process goes on. Code of a library may never
-return to Python, or end the process from inside. Such a process therefore states the possible cause
-of its death beforehand, in the words that its parent shows (:class:`Bounds`); then the system ends
-the process.
+return to Python, or end the process from inside. The process of such code therefore states the
+possible cause of its death beforehand, in the words that its parent shows (:class:`Bounds`). The
+system ends the process.
 """
 
 from __future__ import annotations

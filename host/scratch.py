@@ -1,8 +1,9 @@
 """Folders in TMPDIR for the time of a command.
 
 A killed command leaves its folder. The next command removes such folders: a living command holds a
-lock (``flock``) on its folder. Nobody locks a folder between its creation and its lock, so the
-creator looks whether its folder is still there, and else makes another one.
+lock (``flock``) on its folder. A new folder has no lock for a moment, in which another command may
+remove the folder. So the creator checks that its locked folder is still there, and else makes
+another one.
 """
 
 from __future__ import annotations

@@ -292,9 +292,7 @@ FILES: Mapping[str, Callable[[Path], list[str]]] = {
     ),
     "adapter: targets": _data(adapter, target_modules=BACKTRACKING),
     "adapter: rank_pattern": _data(adapter, rank_pattern={BACKTRACKING: 4}),
-    "adapter: layers_pattern": _estimate(
-        adapter, layers_to_transform=[0], layers_pattern=BACKTRACKING
-    ),
+    "adapter: layers_pattern": _data(adapter, layers_to_transform=[0], layers_pattern=BACKTRACKING),
     "convert: 9,000 keys": _convert(
         "trl", "model_name_or_path: a\n" + "".join(f"key_{n}: {n}\n" for n in range(9000))
     ),

@@ -221,3 +221,47 @@ def test_output_that_nobody_reads_stops_neither_supervision_nor_ctrl_c(
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(timeout=600) == 130
     assert run.segments() == []
+
+
+KILLED_AT_THE_END = (
+    "import os, signal\n"
+    "from penstock.client.supervision import Supervision\n"
+    "Supervision.close = lambda self: os.kill(os.getpid(), signal.SIGKILL)\n"
+    "from penstock.client.main import main\n"
+    "main()\n"
+)
+
+
+def test_the_same_command_cleans_after_a_kill_behind_the_last_step(run: Run) -> None:
+    words = ["train", str(run.config), "--run-dir", str(run.directory), "--set", "train.steps=2"]
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED_AT_THE_END, *words],
+        capture_output=True,
+        text=True,
+        timeout=START_TIMEOUT_S,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert (run.directory / "endpoint.json").exists() and run.step() == 2
+    assert sockets_of(run.directory.parent)
+    code, text = run.call(*words)
+    assert code == 0 and "all 2 steps are done and saved" in text, text
+    assert not (run.directory / "endpoint.json").exists()
+    assert not sockets_of(run.directory.parent)
+
+
+def test_a_killed_command_leaves_no_folder_behind_the_next(run: Run, tmp_path: Path) -> None:
+    """Of the preparation that ``penstock data`` makes; a real kill in the middle."""
+    place = tmp_path / "temporary"
+    place.mkdir()
+    command = [sys.executable, "-m", "penstock.client.main", "data", str(run.config)]
+    environment = {**os.environ, "TMPDIR": str(place)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not [*place.glob("penstock-data.*/resolved.yaml")]:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        process.kill()
+    assert len([*place.iterdir()]) == 1
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=600)
+    assert not [*place.iterdir()]

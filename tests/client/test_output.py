@@ -165,4 +165,5 @@ def test_own_colours_pass_and_those_of_a_text_do_not() -> None:
     console.print(Text(NASTY, style="green"))
     door.write(f"{NASTY}\n")
     shown = printable(NASTY)
-    assert stream.getvalue() == f"\x1b[32m{shown}\x1b[0m\n{shown}\n"
+    removed = shown.replace(r"\x07\r\x08", "")  # rich leaves these out
+    assert stream.getvalue() == f"\x1b[32m{removed}\x1b[0m\n{shown}\n"

@@ -50,8 +50,8 @@ def test_the_folder_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -
         assert (folder / "rows").is_file(), "its process lives"
     assert [*tmp_path.iterdir()] == [folder]
     end(process)
-    with scratch_folder("import") as own:
-        assert [*tmp_path.iterdir()] == [own]
+    with scratch_folder("import") as made:
+        assert [*tmp_path.iterdir()] == [made]
     assert not [*tmp_path.iterdir()]
 
 

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from penstock.config.adapter import AdapterConfig
 from penstock.config.schema import parse_config
 from penstock.daemons.node.preparing.tool import run_tool
+from penstock.host import bounds
+from penstock.host.bounds import Bounds, limited
 from penstock.host.errors import ConfigError
-from penstock.host.bounds import Bounds
+from penstock.models.adapters.settings import resolved
+from penstock.models.data.chat import templates
+from penstock.models.data.chat.requests import Turn
 from penstock.models.prepare import prepare
 from penstock.models.surgery.hf import resolve_hf_config
 from tests.folders import save_model
+from tests.hostile import BACKTRACKING, LOOPS
 
 SIZES = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}
 
@@ -108,3 +118,75 @@ def test_the_last_words_of_a_process_that_was_killed_become_an_error(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     with pytest.raises(ConfigError, match=r"^opening it: the process was ended from outside, or"):
         run_tool("killed_by_itself")
+
+
+def test_python_code_without_an_end_is_named_with_its_seconds() -> None:
+    """Blocks nest, and the inner one ends alone."""
+    with limited("outer", 60.0):
+        with pytest.raises(ConfigError, match=r"^inner: takes over 0 s of CPU time; stop$"):
+            with limited("inner", 0.2, remedy="; stop"):
+                while True:
+                    with suppress(Exception):
+                        sum(range(1000))
+        left_s, _ = signal.getitimer(signal.ITIMER_VIRTUAL)
+        assert 0 < left_s < 60
+    with pytest.raises(ConfigError, match=r"^outer: takes over 0 s of CPU time$"):
+        with limited("outer", 0.3), limited("inner", 60.0):
+            while True:
+                pass
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+def test_memory_beyond_the_room_is_refused_and_the_limit_returns() -> None:
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with pytest.raises(ConfigError, match=r"^text: takes more memory than there is$"):
+        with limited("text", 60.0, 1 << 28):
+            assert len("a" * (1 << 30))
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    with limited("text", 60.0, 1 << 31):
+        assert len("a" * (1 << 20)) == 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("key", "fields"),
+    [
+        ("targets", {"targets": BACKTRACKING}),
+        ("exclude", {"targets": ["c_attn"], "exclude": BACKTRACKING}),
+        ("rank_pattern", {"targets": ["c_attn"], "rank_pattern": {BACKTRACKING: 4}}),
+        ("alpha_pattern", {"targets": ["c_attn"], "alpha_pattern": {BACKTRACKING: 4}}),
+    ],
+)
+def test_an_expression_that_backtracks_is_named_with_its_key(
+    key: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounds, "_MATCHING_S", 0.5)
+    model = GPT2LMHeadModel(GPT2Config(**SIZES, vocab_size=8))
+    complaint = rf"adapter\.{key} = .*: matching names: takes over .* of CPU time; give names, or"
+    with pytest.raises(ConfigError, match=complaint):
+        resolved(AdapterConfig(**fields), model)
+
+
+@pytest.mark.parametrize("text", ["a{99999999999}", "(" * 5000 + ")" * 5000])
+def test_an_expression_that_cannot_be_compiled_is_refused(text: str) -> None:
+    with pytest.raises(ValidationError, match="is no regular expression"):
+        AdapterConfig(targets=text)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (LOOPS, "takes over .* s of CPU time"),
+        ("{{ 'a' * 10**10 }}", "takes more memory than there is"),
+        ("{% set a = messages[0].role * 10**10 %}", "takes more memory than there is"),
+        ("{% for a in range(10**9) %}{% endfor %}", "Range too big"),
+    ],
+)
+def test_a_template_that_takes_all_is_named(
+    text: str, complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(templates, "_RENDERING_S", 0.5)
+    turns = (Turn(fields={"role": "user", "content": "a"}),)
+    conversation = templates.Conversation(place="a.jsonl, line 1", turns=turns)
+    match = rf"a\.jsonl, line 1: data\.chat_template = 'model' cannot render .*: .*{complaint}"
+    with pytest.raises(ConfigError, match=match):
+        conversation.render(templates.Template(name="model", text=text))

@@ -21,11 +21,12 @@ from penstock.models.data.cache import key_of
 from penstock.models.data.chunks import ChunkHasher
 from penstock.models.data.corpus import write_tokens
 from penstock.models.data.marks import Marks
-from penstock.models.data.reading import json_files
+from penstock.models.data.reading import csv_files, json_files, opening
 from penstock.models.data.reading.opening import PIECE_BYTES
 from penstock.models.data.reading.records import documents
 from penstock.models.data.sources import Source, find_source
 from penstock.models.data.tokenizer import ByteTokenizer
+from tests.hostile import columns, compressed, many_keys
 
 TEXTS = [
     "Ädä lifts water; ночь, 水, 😀.\n",
@@ -453,3 +454,56 @@ def test_memory_stays_flat_for_one_row_group(tmp_path: Path) -> None:
     assert path.stat().st_size > 16 * PIECE_BYTES
     python, arrow = _peak_bytes(path)
     assert python < 8 * PIECE_BYTES and arrow < 12 * PIECE_BYTES
+
+
+def test_a_line_without_an_end_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_files, "_MAX_CHARACTERS", PIECE_BYTES)
+    monkeypatch.setattr(csv_files, "_MAX_CHARACTERS", PIECE_BYTES)
+    line = '{"text": "' + "a" * (4 * PIECE_BYTES)
+    path = written(tmp_path / "a.jsonl", '{"text": "b"}\n' + line)
+    complaint = (
+        r"a\.jsonl, line 2: is longer than 1,048,576 characters, or a string in it has"
+    )
+    with pytest.raises(ConfigError, match=complaint):
+        texts(path)
+    path = written(tmp_path / "a.csv", "text\n" + "a" * (4 * PIECE_BYTES))
+    with pytest.raises(ConfigError, match=r"a\.csv, line 2: is longer than 1,048,576 characters"):
+        texts(path)
+
+
+def test_lines_have_their_numbers_also_across_parts() -> None:
+    parts = ["\na\nb", "c\n", "\n\n d", "\n", "\n", "e"]
+    lines = json_files._lines(Path("a.jsonl"), parts)
+    assert [*lines] == [(2, "a"), (3, "bc"), (6, " d"), (8, "e")]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_small_file_with_a_long_content_is_refused(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "_FREE_BYTES", 1 << 22)
+    config = compressed(tmp_path, 1 << 25, suffix)
+    path = config.with_name(f"blank.jsonl{suffix}")
+    complaint = (
+        rf"blank\.jsonl{suffix}: has [\d,]+ bytes, and a content of at least [\d,]+, over 100 times"
+        " as many; if you trust its source, convert it to JSON lines without compression"
+    )
+    with pytest.raises(ConfigError, match=complaint):
+        texts(path)
+
+
+def test_a_value_that_any_number_of_rows_name_is_counted_in_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "_FREE_BYTES", 1 << 24)
+    path = columns(tmp_path, 1000).with_name("rows.parquet")
+    with pytest.raises(ConfigError, match=r"rows\.parquet: has [\d,]+ bytes, and a content of at"):
+        texts(path)
+    path = columns(tmp_path, 100).with_name("rows.parquet")
+    assert len(texts(path)) == 100
+
+
+def test_a_key_twice_among_many_is_found_in_linear_time(tmp_path: Path) -> None:
+    path = many_keys(tmp_path, 200_000).with_name("keys.jsonl")
+    with pytest.raises(ConfigError, match="an object has the key 199999 twice"):
+        texts(path)

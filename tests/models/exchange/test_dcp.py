@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import pickle
+import random
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from penstock.host.errors import ConfigError, StateError
+from penstock.models.exchange.dcp.metadata import Chunk, Slice, check_chunks
 from penstock.models.exchange.foreign import ForeignState
 from penstock.models.exchange.readers import open_checkpoint
+from tests.hostile import side_by_side
 from tests.models.exchange.fsdp2 import BETAS, DECAY, EPS, LLAMA, RATE, model_of, optimizer_of
 
 HEAD = "lm_head.weight"
@@ -365,3 +370,37 @@ def test_shards_without_metadata_name_the_missing_file(tmp_path: Path) -> None:
     (folder / ".metadata").unlink()
     with pytest.raises(StateError, match=r"\.metadata: cannot be read .*No such file"):
         open_checkpoint(folder)
+
+
+def test_chunks_side_by_side_are_compared_in_linear_time(tmp_path: Path) -> None:
+    """All begin in the same row: pairs of 50,000 chunks would take an hour."""
+    side_by_side(tmp_path / "whole", 50_000)
+    (tensor,) = open_checkpoint(tmp_path / "whole").tensors
+    assert (tensor.name, tensor.shape) == ("w", (1, 50_000))
+    side_by_side(tmp_path / "overlapping", 50_000, last=49_998)
+    with pytest.raises(StateError, match=r"metadata: chunks of w overlap"):
+        open_checkpoint(tmp_path / "overlapping")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_overlapping_chunks_are_found_in_any_number_of_axes(seed: int, tmp_path: Path) -> None:
+    """Grids of random cuts, with a chunk moved to another place."""
+    chosen = random.Random(seed)
+    place = Slice(file="a", offset=0, length=1)
+    for _ in range(200):
+        axes = [sorted({0, 7, *(chosen.randrange(8) for _ in range(2))}) for _ in range(seed + 1)]
+        spans = [list(itertools.pairwise(cuts)) for cuts in axes]
+        chunks = [
+            Chunk(
+                offsets=tuple(start for start, _ in box),
+                sizes=tuple(end - start for start, end in box),
+                place=place,
+            )
+            for box in itertools.product(*spans)
+        ]
+        chosen.shuffle(chunks)
+        check_chunks(tmp_path, "w", [7] * (seed + 1), chunks)
+        moved = replace(chunks[0], offsets=tuple(chosen.randrange(8 - n) for n in chunks[0].sizes))
+        if moved != chunks[0]:
+            with pytest.raises(StateError, match="chunks of w overlap"):
+                check_chunks(tmp_path, "w", [7] * (seed + 1), [moved, *chunks[1:]])

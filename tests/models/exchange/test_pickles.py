@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 import pickle
 import resource
 import struct
 import zipfile
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from penstock.models.exchange.pickles import (
     load_pickle,
     load_torch,
 )
+from penstock.models.exchange.trainer import TrainerCheckpoint
+from tests.hostile import long_names, pairs_as_keys, repeated_numbers, repeated_state
 
 MARKS: list[str] = []
 """Grows if a pickle's code runs."""
@@ -308,3 +312,102 @@ def test_tensors_beyond_their_numbers_are_refused(
     assert before in data
     with pytest.raises(StateError, match=r"a\.pt: a tensor"):
         load_torch(with_pickle(path, data.replace(before, after)))
+
+
+STORAGE = (
+    b"X\x07\x00\x00\x00storageq\x03ctorch\nFloatStorage\nq\x04X\x01\x00\x00\x000q\x05"
+    b"X\x03\x00\x00\x00cpuq\x06K\x06tq\x07Q"
+)
+
+
+def tensor_of(offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> bytes:
+    """The pickle of a tensor over a storage of six numbers."""
+    numbers = [pickle.dumps(each, 2)[2:-1] for each in (offset, shape, stride)]
+    arguments = b"((" + STORAGE + b"".join(numbers) + b"\x89ccollections\nOrderedDict\n)Rt"
+    return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n" + arguments + b"R."
+
+
+@pytest.mark.parametrize(
+    ("offset", "shape", "stride"),
+    [(0, (6,), (1,)), (1, (5,), (1,)), (5, (1,), (1,)), (0, (2,), (5,)), (1, (2, 2), (3, 1))],
+)
+def test_the_last_element_of_a_storage_is_read_and_none_behind_it(
+    offset: int, shape: tuple[int, ...], stride: tuple[int, ...], tmp_path: Path
+) -> None:
+    path = tmp_path / "a.pt"
+    read = load_torch(with_pickle(path, tensor_of(offset, shape, stride))).load()
+    assert torch.equal(read, torch.arange(6.0).as_strided(shape, stride, offset))
+    for beyond in (
+        (offset + 6, shape, stride),
+        (6 - sum((n - 1) * s for n, s in zip(shape, stride, strict=True)), shape, stride),
+        (offset, shape, tuple(each + 6 for each in stride)) if shape != (1,) else (6, (1,), (1,)),
+        (offset, (7,), (0,)),
+    ):
+        with pytest.raises(StateError, match=r"a\.pt: a tensor is larger than its storage"):
+            load_torch(with_pickle(path, tensor_of(*beyond)))
+
+
+def test_numbers_and_tuples_as_keys_are_texts(tmp_path: Path) -> None:
+    """The hash of a text is secret; a stranger can choose numbers with hashes that collide."""
+    path = tmp_path / "raw.pkl"
+    value = {1: "a", -2.5: "b", (1, "c"): "d", None: "e", "text": {2: 3}}
+    path.write_bytes(pickle.dumps({**value, 1.5: {4, 5}, 2.5: frozenset((6,))}))
+    assert load_pickle(path) == {
+        "1": "a",
+        "-2.5": "b",
+        "(1, 'c')": "d",
+        "None": "e",
+        "text": {"2": 3},
+        "1.5": [4, 5],
+        "2.5": [6],
+    }
+
+
+def test_a_key_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "raw.pkl"
+    path.write_bytes(pickle.dumps({1: 2, "1": 3}))
+    with pytest.raises(StateError, match=r"a dictionary has the key '1' twice"):
+        load_pickle(path)
+
+
+@pytest.mark.parametrize(
+    "make", [pairs_as_keys, repeated_numbers, long_names, repeated_state], ids=lambda m: m.__name__
+)
+def test_each_opcode_costs_constant_time(make: Callable[..., None], tmp_path: Path) -> None:
+    """Hours with quadratic work, seconds with linear work."""
+    make(tmp_path, 100_000)
+    for file in ("pytorch_model.bin", "optimizer.pt"):
+        if (tmp_path / file).exists():
+            with suppress(StateError):
+                load_torch(tmp_path / file)
+    if (tmp_path / "optimizer.pt").exists():
+        (problem,) = TrainerCheckpoint().open(tmp_path).state_problems
+        assert "have the parameters 0, 1, 10, 100, … more than once" in problem
+    if (tmp_path / ".metadata").exists():
+        assert load_pickle(tmp_path / ".metadata").attributes == {}
+
+
+def test_large_numbers_and_chosen_memos_are_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "raw.pkl"
+    path.write_bytes(pickle.dumps([2**1023 - 1, 10**5000, -(10**5000)], 2))
+    assert load_pickle(path) == [2**1023 - 1, math.inf, -math.inf]
+    path.write_bytes(b"\x80\x02K\x07r\x09\x00\x00\x00j\x09\x00\x00\x00.")
+    assert load_pickle(path) == 7
+    for data in (b"K\x07r\xff\xff\xff\x7f.", b"K\x07q\x09h\x08.", b"K\x07q\x09g-1\n."):
+        path.write_bytes(b"\x80\x02" + data)
+        with pytest.raises(StateError, match=r"its pickle (remembers|names)"):
+            load_pickle(path)
+
+
+def test_entries_that_overlap_are_refused(tmp_path: Path) -> None:
+    """A few bytes would stand for any number of tensors, each with a checksum to compute."""
+    path = saved(tmp_path / "a.pt", {"a": torch.arange(1000.0), "b": torch.arange(1000.0) + 1})
+    data = path.read_bytes()
+    first, second = (data.rindex(b"a/data/%d" % n) - 46 for n in (0, 1))
+    place = slice(second + 42, second + 46)
+    content = bytearray(data)
+    content[place] = data[first + 42 : first + 46]
+    content[second + 20 : second + 28] = struct.pack("<II", len(data), len(data))
+    path.write_bytes(content)
+    with pytest.raises(StateError, match=r"a\.pt: entries of its directory overlap"):
+        load_torch(path)
