@@ -131,27 +131,41 @@ def limited(
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    memory = resource.getrlimit(resource.RLIMIT_DATA)
+    try:
+        with _timed(what, cpu_s, remedy):
+            try:
+                _limit_memory(memory, room)
+                yield
+            finally:
+                resource.setrlimit(resource.RLIMIT_DATA, memory)
+    except MemoryError as error:
+        raise ConfigError(f"{what}: takes more memory than there is{remedy}") from error
+
+
+@contextmanager
+def _timed(what: str, cpu_s: float, remedy: str) -> Iterator[None]:
+    """Runs code inside for at most ``cpu_s`` CPU seconds, or the rest of the outer block's."""
+    outer_s, _ = signal.getitimer(signal.ITIMER_VIRTUAL)
+    if 0 < outer_s <= cpu_s:
+        yield
+        return
     overtime = _OvertimeError()
 
     def end(number: int, frame: Any) -> None:
         raise overtime
 
     start_s, before = time.process_time(), signal.signal(signal.SIGVTALRM, end)
-    memory = resource.getrlimit(resource.RLIMIT_DATA)
-    outer_s, _ = signal.setitimer(signal.ITIMER_VIRTUAL, cpu_s, _AGAIN_S)
+    signal.setitimer(signal.ITIMER_VIRTUAL, cpu_s, _AGAIN_S)
     try:
         try:
-            _limit_memory(memory, room)
             yield
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-            resource.setrlimit(resource.RLIMIT_DATA, memory)
     except _OvertimeError as error:
         if error is not overtime:
             raise
         raise ConfigError(f"{what}: takes over {cpu_s:,.0f} s of CPU time{remedy}") from error
-    except MemoryError as error:
-        raise ConfigError(f"{what}: takes more memory than there is{remedy}") from error
     finally:
         signal.signal(signal.SIGVTALRM, before)
         if outer_s:

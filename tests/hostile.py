@@ -244,7 +244,7 @@ def adapter(folder: Path, **fields: Any) -> Path:
 
 LOOPS = "{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4
 TURNS = [{"role": ("user", "assistant")[n % 2], "content": "a"} for n in range(20_000)]
-BACKTRACKING = r"([a-z_0-9]+\.?)+!"
+BACKTRACKING = r"(([a-z_0-9.]+)+)+!"
 
 
 def _inspect(make: Callable[..., None], *sizes: int) -> Callable[[Path], list[str]]:
