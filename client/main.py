@@ -26,8 +26,8 @@ from penstock.client.commands import (
     states,
     training,
 )
-from penstock.client.output import guard
 from penstock.client.planning import commands as plan_commands
+from penstock.client.views.output import guard
 
 imported()
 

@@ -24,9 +24,9 @@ from penstock.config.adapter import AdapterConfig
 from penstock.config.evaluation import EVAL
 from penstock.config.schema import Config
 from penstock.config.values import AUTO
-from penstock.host.bounds import Bounds
 from penstock.host.errors import ConfigError, StateError
 from penstock.host.files import DAMAGED, holds_text, parse_json, write_atomically
+from penstock.host.limits.bounds import Bounds
 from penstock.host.trust import printable
 from penstock.models.adapters.files import SETTINGS, WEIGHTS, read_kept, read_settings
 from penstock.models.apart.verdicts import sharing_of

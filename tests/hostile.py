@@ -279,7 +279,7 @@ FILES: Mapping[str, Callable[[Path], list[str]]] = {
     "JSON: a number of 5,000 digits": _data(record, '{"text": "a", "n": 1' + "0" * 5000 + "}"),
     "JSON: half of a surrogate pair": _data(record, '{"text": "a\\ud800"}'),
     "JSON: half of a pair in a message": _data(
-        record, json.dumps(CHAT).replace('"a"', '"\\udc80"')
+        record, json.dumps(CHAT).replace('"a"', '"\\udc80"'), chat_template="chatml"
     ),
     "gzip: 8 GB of lines": _data(compressed, 8 * 10**9),
     "zstd: 8 GB of lines": _data(compressed, 8 * 10**9, ".zst"),
@@ -294,7 +294,9 @@ FILES: Mapping[str, Callable[[Path], list[str]]] = {
     "adapter: rank_pattern": _data(adapter, rank_pattern={BACKTRACKING: 4}),
     "adapter: layers_pattern": _data(adapter, layers_to_transform=[0], layers_pattern=BACKTRACKING),
     "convert: 9,000 keys": _convert(
-        "trl", "model_name_or_path: a\n" + "".join(f"key_{n}: {n}\n" for n in range(9000))
+        "trl",
+        "model_name_or_path: a\ndataset_name: b\n"
+        + "".join(f"key_{n}: {n}\n" for n in range(9000)),
     ),
     "convert: a number of 5,000 digits": _convert("trl", f"learning_rate: 1{'0' * 5000}\n"),
 }

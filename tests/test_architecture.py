@@ -91,8 +91,8 @@ FLOORS = {
         dashboards.panels
         dashboards.frame
         dashboards.tables""",
-    "client": """convert
-        cli launch importing views.run_view weights.folder
+    "client": """convert views.output
+        cli launch importing views.run_view views.console weights.folder
         planning views.display placement capacity states
         views
         views.trace views.screen

@@ -33,7 +33,7 @@ from penstock.daemons.scheduler.machine.position import Position
 from penstock.daemons.scheduler.saved import TEMPORARY_PREFIX, SavedStates
 from penstock.host.errors import ConfigError, PenstockError
 from penstock.host.files import DAMAGED, make_directory, parse_json, write_atomically
-from penstock.host.scratch import scratch_folder
+from penstock.host.limits.scratch import scratch_folder
 from penstock.host.trust import printable
 from penstock.protocol.run.data_size import with_known_steps
 from penstock.protocol.run.rundir import RunDirectory

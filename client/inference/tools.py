@@ -18,7 +18,7 @@ from penstock.client.export import verified_state
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.host.errors import ConfigError, PenstockError
 from penstock.host.files import parse_json
-from penstock.host.scratch import scratch_folder
+from penstock.host.limits.scratch import scratch_folder
 
 Say = Callable[[str], None]
 

@@ -16,14 +16,14 @@ from typing import Any
 
 import typer
 
-from penstock.client.output import KEPT, behind
+from penstock.client.views.output import KEPT, behind
 from penstock.config.schema import Config
 from penstock.daemons.node.preparing.emulated import write_model
 from penstock.daemons.node.preparing.places import with_absolute_paths
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.host.errors import ConfigError
 from penstock.host.files import write_atomically
-from penstock.host.scratch import scratch_folder
+from penstock.host.limits.scratch import scratch_folder
 from penstock.host.trust import printable
 from penstock.planner.cost.emulation import Emulation
 from penstock.protocol.run.data_size import CUTS, epochs

@@ -28,7 +28,7 @@ from penstock.daemons.node.preparing.gpus import LIBRARY, FoundGpu, found_gpus
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.host.errors import CapacityError, ConfigError, reason
 from penstock.host.files import DAMAGED, parse_json, write_new
-from penstock.host.scratch import scratch_folder
+from penstock.host.limits.scratch import scratch_folder
 
 _MOST_LENGTH = 4096
 """Tokens of the longest row that is chosen; a longer row is the user's choice."""

@@ -8,7 +8,7 @@ from typing import IO
 import rich.console
 from rich.segment import Segment
 
-from penstock.client.output import KEPT, behind
+from penstock.client.views.output import KEPT, behind
 from penstock.host.trust import printable
 
 

@@ -13,7 +13,7 @@ from typing import IO, Any, Protocol
 from rich.table import Table
 from rich.text import Text
 
-from penstock.client.output import KEPT
+from penstock.client.views.output import KEPT
 from penstock.client.views.run_view import Metrics, RunView, numbers
 from penstock.config.evaluation import EVAL
 from penstock.host.trust import printable

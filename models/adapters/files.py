@@ -16,9 +16,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from penstock.config.adapter import ALL_LINEAR, AdapterConfig, matcher
-from penstock.host.bounds import matching
 from penstock.host.errors import ConfigError, StateError, reason
 from penstock.host.files import DAMAGED, is_file, parse_json
+from penstock.host.limits.bounds import matching
 from penstock.protocol.run.checksums import ADAPTER, read_checked
 
 SETTINGS = "adapter_config.json"

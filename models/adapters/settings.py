@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from penstock.config.adapter import ALL_LINEAR, AdapterConfig, end_matcher, matcher
-from penstock.host.bounds import matching
 from penstock.host.errors import ConfigError
+from penstock.host.limits.bounds import matching
 from penstock.models.adapters.files import read_settings
 from penstock.protocol.plan.groups import near_names
 

@@ -1,5 +1,5 @@
 """Bounds of time and memory for code that a model folder controls: tokenizers, regular expressions,
-and numbers of modules (:mod:`penstock.host.bounds`).
+and numbers of modules (:mod:`penstock.host.limits.bounds`).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from penstock.host.bounds import Bounds
+from penstock.host.limits.bounds import Bounds
 from penstock.models.data.chat.encoder import ChatParts
 from penstock.models.data.pieces.encoding import Encoded, Guard, unbounded
 from penstock.models.data.reading.records import Document

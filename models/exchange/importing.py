@@ -19,9 +19,9 @@ from typing import Any, BinaryIO
 
 import torch
 
-from penstock.host.bounds import Bounds
 from penstock.host.errors import ConfigError, StateError
 from penstock.host.files import write_atomically, writing
+from penstock.host.limits.bounds import Bounds
 from penstock.host.trust import printable
 from penstock.models.binding import TORCH_DTYPES
 from penstock.models.checkpoints.mapped import MappedFile

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.host.bounds import Bounds
+from penstock.host.limits.bounds import Bounds
 from penstock.models.exchange.readers import open_checkpoint
 from penstock.protocol.run.process import tool_main
 

@@ -15,7 +15,7 @@ import zmq
 
 from penstock.config.optimizers import OptimizerName
 from penstock.config.schema import Config
-from penstock.host.scratch import scratch_folder
+from penstock.host.limits.scratch import scratch_folder
 from penstock.models.binding import TORCH_DTYPES
 from penstock.models.step import Piece, StepScalars, apply, sum_squares
 from penstock.models.torch_device import TorchDevice, torch_device

@@ -26,7 +26,7 @@ from penstock.config.values import AUTO, SDPA
 from penstock.host.cgroup import memory_limits, usable_cpus
 from penstock.host.errors import ConfigError
 from penstock.host.files import write_atomically
-from penstock.host.scratch import scratch_folder
+from penstock.host.limits.scratch import scratch_folder
 from penstock.models.attention import choose_attention
 from penstock.models.binding import TORCH_DTYPES
 from penstock.models.compiled import Compiler

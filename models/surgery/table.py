@@ -13,8 +13,8 @@ from transformers import PretrainedConfig
 
 from penstock.config.schema import Config
 from penstock.config.training import TrainConfig
-from penstock.host.bounds import matching
 from penstock.host.errors import ConfigError
+from penstock.host.limits.bounds import matching
 from penstock.models.adapters.settings import Adapter
 from penstock.models.loss import loss_rows
 from penstock.models.surgery.positions import check_positions

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from penstock.config.training import GroupConfig, OptimizerConfig
-from penstock.host.bounds import matching
 from penstock.host.errors import ConfigError
+from penstock.host.limits.bounds import matching
 from penstock.shm.table import BlockTable, TensorSpec, padded
 
 _SHOWN_NAMES = 4

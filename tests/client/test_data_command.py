@@ -17,7 +17,7 @@ import yaml
 from typer.testing import CliRunner
 
 from penstock.client.main import app
-from penstock.client.output import KEPT
+from penstock.client.views.output import KEPT
 from penstock.config.schema import Config, load_config
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.host.files import write_atomically

@@ -225,8 +225,8 @@ def test_output_that_nobody_reads_stops_neither_supervision_nor_ctrl_c(
 
 KILLED_AT_THE_END = (
     "import os, signal\n"
-    "from penstock.client.supervision import Supervision\n"
-    "Supervision.close = lambda self: os.kill(os.getpid(), signal.SIGKILL)\n"
+    "from penstock.client import supervision\n"
+    "supervision.remove_endpoint = lambda run_dir: os.kill(os.getpid(), signal.SIGKILL)\n"
     "from penstock.client.main import main\n"
     "main()\n"
 )
@@ -262,6 +262,6 @@ def test_a_killed_command_leaves_no_folder_behind_the_next(run: Run, tmp_path: P
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
         process.kill()
-    assert len([*place.iterdir()]) == 1
+    assert len([*place.glob("penstock*")]) == 1
     subprocess.run(command, env=environment, check=True, capture_output=True, timeout=600)
-    assert not [*place.iterdir()]
+    assert not [*place.glob("penstock*")]

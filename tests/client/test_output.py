@@ -20,8 +20,8 @@ from rich.text import Text
 from safetensors.torch import save_file
 
 from penstock.client.main import app, main
-from penstock.client.output import Door
 from penstock.client.views.console import Console
+from penstock.client.views.output import Door
 from penstock.host.trust import printable
 from tests.hostile import configuration, record, template
 

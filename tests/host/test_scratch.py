@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.host import scratch
-from penstock.host.scratch import remove_abandoned, scratch_folder
+from penstock.host.limits import scratch
+from penstock.host.limits.scratch import remove_abandoned, scratch_folder
 
 HOLD = (
     "import signal\n"
-    "from penstock.host.scratch import scratch_folder\n"
+    "from penstock.host.limits.scratch import scratch_folder\n"
     "with scratch_folder('data') as folder:\n"
     "    (folder / 'rows').write_text('a')\n"
     "    print(folder, flush=True)\n"

@@ -20,9 +20,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from penstock.config.adapter import AdapterConfig
 from penstock.config.schema import parse_config
 from penstock.daemons.node.preparing.tool import run_tool
-from penstock.host import bounds
-from penstock.host.bounds import Bounds, limited
 from penstock.host.errors import ConfigError
+from penstock.host.limits import bounds
+from penstock.host.limits.bounds import Bounds, limited
 from penstock.models.adapters.settings import resolved
 from penstock.models.data.chat import templates
 from penstock.models.data.chat.requests import Turn
@@ -67,7 +67,7 @@ def test_what_never_returns_is_ended_by_its_own_time() -> None:
     """Also inside of a call that no handler of Python interrupts; its parent says which."""
     program = (
         "import sys\n"
-        "from penstock.host.bounds import Bounds\n"
+        "from penstock.host.limits.bounds import Bounds\n"
         "with Bounds(alone=True).within('encoding this', 1.0):\n"
         "    while True: sum(range(1 << 40))\n"
     )
@@ -111,7 +111,7 @@ def test_the_last_words_of_a_process_that_was_killed_become_an_error(
     module = tmp_path / "killed_by_itself.py"
     module.write_text(
         "import os, signal\n"
-        "from penstock.host.bounds import Bounds\n"
+        "from penstock.host.limits.bounds import Bounds\n"
         "with Bounds(alone=True).within('opening it', 60.0):\n"
         "    os.kill(os.getpid(), signal.SIGABRT)\n"
     )

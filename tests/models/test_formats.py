@@ -461,9 +461,7 @@ def test_a_line_without_an_end_is_bounded(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(csv_files, "_MAX_CHARACTERS", PIECE_BYTES)
     line = '{"text": "' + "a" * (4 * PIECE_BYTES)
     path = written(tmp_path / "a.jsonl", '{"text": "b"}\n' + line)
-    complaint = (
-        r"a\.jsonl, line 2: is longer than 1,048,576 characters, or a string in it has"
-    )
+    complaint = r"a\.jsonl, line 2: is longer than 1,048,576 characters, or a string in it has"
     with pytest.raises(ConfigError, match=complaint):
         texts(path)
     path = written(tmp_path / "a.csv", "text\n" + "a" * (4 * PIECE_BYTES))

@@ -19,9 +19,9 @@ from contextlib import ExitStack, suppress
 
 from rich.text import Text
 
-from penstock.client.output import behind
 from penstock.client.views.console import Console
 from penstock.client.views.display import Display, Plain, describe
+from penstock.client.views.output import behind
 from penstock.client.views.run_view import RunView
 from penstock.client.views.screen.commands import Commands
 from penstock.client.views.screen.events import RunEvent, Tone, texts_of

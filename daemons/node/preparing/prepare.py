@@ -71,8 +71,8 @@ from penstock.daemons.preload.starting import Starter
 from penstock.host.cgroup import cpu_limit
 from penstock.host.errors import ConfigError, StateError
 from penstock.host.files import DAMAGED, holds_text, parse_json, write_atomically
+from penstock.host.limits.scratch import scratch_folder
 from penstock.host.logind_check import logout_risk
-from penstock.host.scratch import scratch_folder
 from penstock.planner.cost.emulation import Emulation
 from penstock.protocol.plan.groups import check_groups
 from penstock.protocol.plan.plan import Plan

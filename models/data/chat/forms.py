@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from penstock.host.bounds import limited
+from penstock.host.limits.bounds import limited
 from penstock.models.data.chat.requests import ASSISTANT, TOOL, USER, Turn
 
 _WORD = "zqxprobe"

@@ -15,8 +15,8 @@ import numpy as np
 
 from penstock.config.data import DataConfig
 from penstock.config.values import DPO, WEIGHTED
-from penstock.host.bounds import limited
 from penstock.host.errors import ConfigError
+from penstock.host.limits.bounds import limited
 from penstock.models.data.chat.conversation import checked_variables, pair_of, request_of
 from penstock.models.data.chat.encoder import ChatParts, Encoder
 from penstock.models.data.chat.masks import (
