@@ -223,19 +223,28 @@ def test_output_that_nobody_reads_stops_neither_supervision_nor_ctrl_c(
     assert run.segments() == []
 
 
-KILLED_AT_THE_END = (
-    "import os, signal\n"
-    "from penstock.client import supervision\n"
-    "supervision.remove_endpoint = lambda run_dir: os.kill(os.getpid(), signal.SIGKILL)\n"
-    "from penstock.client.main import main\n"
-    "main()\n"
+KILLS_AT_THE_END = (
+    "import os, signal, sys\n"
+    "if 'penstock.client.launch' in sys.orig_argv and 'node' in sys.orig_argv:\n"
+    "    import penstock.daemons.node.main as main\n"
+    "    def end(*arguments):\n"
+    "        os.kill(os.getppid(), signal.SIGKILL)\n"
+    "        os.kill(os.getpid(), signal.SIGKILL)\n"
+    "    main._retract = end\n"
 )
+"""A sitecustomize: the node kills ``train`` and itself when its children have ended."""
 
 
-def test_the_same_command_cleans_after_a_kill_behind_the_last_step(run: Run) -> None:
-    words = ["train", str(run.config), "--run-dir", str(run.directory), "--set", "train.steps=2"]
+def test_the_same_command_cleans_after_a_kill_behind_the_last_step(
+    run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(KILLS_AT_THE_END)
+    settings = ("--set", "train.steps=2", "--set", "cluster.preload=false")
+    words = ["train", str(run.config), "--run-dir", str(run.directory), *settings]
     killed = subprocess.run(
-        [sys.executable, "-c", KILLED_AT_THE_END, *words],
+        [sys.executable, "-m", "penstock.client.main", *words],
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
         capture_output=True,
         text=True,
         timeout=START_TIMEOUT_S,
