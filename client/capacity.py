@@ -22,8 +22,8 @@ from penstock.daemons.node.preparing.planned_run import (
 )
 from penstock.daemons.node.preparing.prepare import table_of
 from penstock.deploy.kubernetes.manifests import PodNeeds
-from penstock.host.cgroup import CpuLimit, cpu_limit
 from penstock.host.errors import ConfigError, PenstockError
+from penstock.host.limits.cgroup import CpuLimit, cpu_limit
 from penstock.host.logind_check import logout_risk
 from penstock.protocol.run.hardware.cpus import check_cpus, cpu_shortage, cpus_needed
 from penstock.protocol.run.names import nodes_beside

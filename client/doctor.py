@@ -28,8 +28,8 @@ from penstock.client.views.run_view import saved_states
 from penstock.config.schema import Config
 from penstock.daemons.node.preparing.capacity import human_bytes
 from penstock.daemons.node.run_lock import original_of
-from penstock.host.cgroup import cpu_limit, tightest_memory
 from penstock.host.errors import ExitCode, PenstockError
+from penstock.host.limits.cgroup import cpu_limit, tightest_memory
 from penstock.host.logind_check import logout_risk
 from penstock.host.process_identity import start_ticks
 from penstock.host.requirements import PYTHON, TORCH, installed_torch, torch_objection

@@ -15,8 +15,8 @@ from typing import Any
 
 from penstock.config.schema import Config
 from penstock.daemons.node.preparing.capacity import human_bytes
-from penstock.host.cgroup import cpu_limit
 from penstock.host.errors import ConfigError
+from penstock.host.limits.cgroup import cpu_limit
 from penstock.host.topology import Topology, format_cpus
 from penstock.protocol.run.hardware.placement import place
 from penstock.shm.layout import PAGE_BYTES

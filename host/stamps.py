@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from penstock.host import world
-from penstock.host.cgroup import usable_cpus
+from penstock.host.limits.cgroup import usable_cpus
 
 SETTLED_S = 60.0
 """Seconds after the last change of a file from which its times identify its content."""

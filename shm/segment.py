@@ -28,7 +28,12 @@ from pathlib import Path
 import numpy as np
 import posix_ipc
 
-from penstock.host.cgroup import MemoryLimit, MemoryUnknownError, tightest_memory, usable_cpus
+from penstock.host.limits.cgroup import (
+    MemoryLimit,
+    MemoryUnknownError,
+    tightest_memory,
+    usable_cpus,
+)
 from penstock.host.trust import UntrustedError, objection, open_own
 from penstock.shm.pages import HugePages, NodeRange, allowed_huge_pages, prefer_nodes_if_granted
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from penstock.config.schema import Config
-from penstock.host.cgroup import usable_cpus
 from penstock.host.errors import ConfigError
+from penstock.host.limits.cgroup import usable_cpus
 from penstock.models.data.batch import MicroBatch
 from penstock.models.runtime import HIDDEN, BoundBlock, ModelRuntime
 from penstock.models.torch_internals import compilation_error, num_compiled_graphs

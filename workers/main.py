@@ -13,8 +13,8 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from penstock.host import world
-from penstock.host.cgroup import usable_cpus
 from penstock.host.errors import ExitCode, LostMemberError, PenstockError, RefusedError
+from penstock.host.limits.cgroup import usable_cpus
 from penstock.models.device_facts import device_facts
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.run.hardware.cpus import threads_per_worker

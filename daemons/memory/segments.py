@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from penstock.daemons.memory.bases.sharing import keep_bases
 from penstock.daemons.memory.pinning import let_go_of_all
 from penstock.host import world
-from penstock.host.cgroup import MemoryLimit
 from penstock.host.errors import CapacityError, StateError
+from penstock.host.limits.cgroup import MemoryLimit
 from penstock.host.process_identity import ProcessIdentity
 from penstock.shm.base_users import missing_bytes, sweep
 from penstock.shm.inventory import NodeSegments, inventory

@@ -33,8 +33,8 @@ from penstock.daemons.memory.tensorfile import (
     sha256_of,
 )
 from penstock.host import world
-from penstock.host.cgroup import usable_cpus
 from penstock.host.errors import StateError
+from penstock.host.limits.cgroup import usable_cpus
 from penstock.protocol.run.checksums import check_object
 from penstock.protocol.run.rundir import SHARED
 from penstock.protocol.run.saved_base import BASE, FILE_DTYPES, base_folder, base_paths, block_of

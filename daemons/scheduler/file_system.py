@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
 
-from penstock.host.cgroup import Mount, parse_mounts
 from penstock.host.errors import ConfigError
+from penstock.host.limits.cgroup import Mount, parse_mounts
 
 MOUNTS = Path("/proc/self/mountinfo")
 

@@ -21,8 +21,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from penstock.host.cgroup import tightest_memory
 from penstock.host.errors import ConfigError, PenstockError, reason
+from penstock.host.limits.cgroup import tightest_memory
 from penstock.host.trust import printable
 
 _LEAST_BYTES = 4 << 30

@@ -16,7 +16,7 @@ from pathlib import Path
 from penstock.config.schema import Config
 from penstock.host.errors import StateError
 from penstock.host.files import DAMAGED, parse_json
-from penstock.models.data.chat.defaults import with_defaults
+from penstock.models.data.chat.published.defaults import with_defaults
 from penstock.models.data.chat.templates import MODEL, named_template
 from penstock.models.data.tokenizer import Tokenizer, open_tokenizer
 from penstock.models.data.tokenizer_folder import tokenizer_files

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from penstock.host.cgroup import tightest_memory, usable_cpus
+from penstock.host.limits.cgroup import tightest_memory, usable_cpus
 from penstock.models.checkpoints.files import recorded_files
 from penstock.models.checkpoints.initial import initial_blocks, pack
 from penstock.models.surgery.hf import load_run_config

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.host.cgroup import usable_cpus
 from penstock.host.errors import StateError
+from penstock.host.limits.cgroup import usable_cpus
 
 CHUNK_BYTES = 1 << 16
 """Bytes that share a checksum; the last chunk of a file may be shorter."""

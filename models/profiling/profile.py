@@ -23,9 +23,9 @@ import torch
 
 from penstock.config.schema import Config, load_config
 from penstock.config.values import AUTO, SDPA
-from penstock.host.cgroup import memory_limits, usable_cpus
 from penstock.host.errors import ConfigError
 from penstock.host.files import write_atomically
+from penstock.host.limits.cgroup import memory_limits, usable_cpus
 from penstock.host.limits.scratch import scratch_folder
 from penstock.models.attention import choose_attention
 from penstock.models.binding import TORCH_DTYPES

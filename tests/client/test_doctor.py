@@ -19,7 +19,7 @@ from penstock.client.doctor import LAUNCH_MODULE, Finding, _is_about, clean, exa
 from penstock.client.placement import PlacementFacts, PlacementReport
 from penstock.config.schema import load_config
 from penstock.daemons.node.run_lock import RunLock, train_lock_path
-from penstock.host.cgroup import CpuLimit
+from penstock.host.limits.cgroup import CpuLimit
 from penstock.host.topology import Topology, format_cpus
 from penstock.protocol.run.names import socket_folder
 from penstock.protocol.wire.local_names import prepare_folder

@@ -260,7 +260,7 @@ def test_the_same_command_cleans_after_a_kill_behind_the_last_step(
 
 
 def test_a_killed_command_leaves_no_folder_behind_the_next(run: Run, tmp_path: Path) -> None:
-    """Of the preparation that ``penstock data`` makes; a real kill in the middle."""
+    """A real kill ends the preparation of ``penstock data`` in the middle."""
     place = tmp_path / "temporary"
     place.mkdir()
     command = [sys.executable, "-m", "penstock.client.main", "data", str(run.config)]

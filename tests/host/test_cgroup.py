@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.host.cgroup import (
+from penstock.host.limits.cgroup import (
     CpuLimit,
     MemoryLimit,
     cpu_limit,
@@ -131,7 +131,7 @@ def test_memory_that_a_run_holds_counts_but_never_beyond_the_limit() -> None:
 
 TOO_LARGE = """
 from penstock.shm import segment
-from penstock.host.cgroup import cpu_limit, usable_cpus
+from penstock.host.limits.cgroup import cpu_limit, usable_cpus
 print(cpu_limit().owner, usable_cpus())
 try:
     segment.Segment.create("/penstock-{name}-t-state", 192 << 20)

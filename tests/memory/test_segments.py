@@ -12,8 +12,8 @@ import pytest
 
 from penstock.daemons.memory import segments
 from penstock.daemons.memory.segments import acquire
-from penstock.host.cgroup import MemoryLimit
 from penstock.host.errors import CapacityError, StateError
+from penstock.host.limits.cgroup import MemoryLimit
 from penstock.host.process_identity import ProcessIdentity
 from penstock.shm.control import ControlView
 from penstock.shm.layout import SegmentKind

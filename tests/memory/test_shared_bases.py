@@ -29,8 +29,8 @@ from penstock.daemons.memory.refill import Partner
 from penstock.daemons.memory.restore import Filling, restore
 from penstock.daemons.memory.segments import acquire, reclaim
 from penstock.daemons.node.preparing.capacity import MachineMemory, memory_demands
-from penstock.host.cgroup import MemoryLimit
 from penstock.host.errors import CapacityError, StateError
+from penstock.host.limits.cgroup import MemoryLimit
 from penstock.planner.memory.table import MemoryKind, MemoryRow
 from penstock.protocol.run.bases.base_identity import expected_bases, present_bytes
 from penstock.protocol.run.rundir import RunDirectory

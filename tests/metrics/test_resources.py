@@ -17,7 +17,7 @@ from penstock.daemons.monitor.metrics.exporter import Exporter
 from penstock.daemons.monitor.metrics.exposition import Exposition
 from penstock.daemons.monitor.metrics.network import Interface, interfaces_to
 from penstock.daemons.monitor.metrics.resources import NodeResources
-from penstock.host.cgroup import ControlGroups, machine_cpu_s, stolen_s, tightest_memory
+from penstock.host.limits.cgroup import ControlGroups, machine_cpu_s, stolen_s, tightest_memory
 from penstock.protocol.metrics.node import METRICSD
 from penstock.protocol.run.rundir import RunDirectory
 from tests.metrics.test_merging import samples

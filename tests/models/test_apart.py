@@ -1,5 +1,5 @@
-"""Samples that share a row are measured: types that keep them apart keep packing, and others get
-rows of one sample, or a refusal while the run is prepared.
+"""Measurements of samples that share a row. Types that keep samples apart keep packing. Other types
+get rows of one sample, or a refusal while the run is prepared.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def test_other_types_do_not(model_type: str) -> None:
 
 
 def test_a_chunk_that_rows_exceed_is_measured_and_no_longer_one() -> None:
-    """Llama 4 cuts a row into chunks, whatever documents it has."""
+    """Llama 4 cuts a row into chunks at fixed places."""
     hf_config = CONFIG_MAPPING["llama4_text"]()
     assert hf_config.attention_chunk_size == 8192
     assert sharing(hf_config, 8192) == Sharing(model_type="llama4_text")
@@ -110,8 +110,8 @@ def test_a_chunk_that_rows_exceed_is_measured_and_no_longer_one() -> None:
 
 
 def test_padding_that_changes_a_sample_is_measured() -> None:
-    found = sharing(CONFIG_MAPPING["doge"](), 4096)
-    assert (found.padded, found.apart, found.shorter) == (False, False, 2048)
+    verdict = sharing(CONFIG_MAPPING["doge"](), 4096)
+    assert (verdict.padded, verdict.apart, verdict.shorter) == (False, False, 2048)
     assert sharing(CONFIG_MAPPING["doge"](), 2048).padded
 
 
@@ -193,7 +193,7 @@ def test_packing_is_taken_or_refused_by_the_measurement(tmp_path: Path) -> None:
 
 
 def documents(folder: Path, hf: dict[str, Any], length: int = 48) -> None:
-    """Prepares text whose documents are to be kept apart."""
+    """Prepares text with documents that are to be kept apart."""
     folder.mkdir()
     (folder / "text.txt").write_text("the old mill stands by a river " * 40)
     data = {"path": str(folder / "text.txt"), "sequence_length": length, "document_masks": True}

@@ -30,10 +30,10 @@ PADDING, UNTRAINED = "no rows with padding", "not trained on a next token"
 
 def outcome(model_type: str) -> str:
     """The row of the table that a type belongs to."""
-    found = _model(model_type)
-    if found is None:
+    built = _model(model_type)
+    if built is None:
         return UNTRAINED
-    hf_config, skeleton = found
+    hf_config, skeleton = built
     sharing = measure(hf_config, skeleton, ROW)
     if not sharing.padded and sharing.shorter is None:
         return PADDING
@@ -79,7 +79,7 @@ def as_table(outcomes: dict[str, str]) -> str:
     """The table of the document."""
     lines = ["| | types |", "| --- | --- |"]
     for row in (APART, SHORT_ROWS, LONE, UNMADE, PADDING, UNTRAINED):
-        types = [f"`{name}`" for name, found in outcomes.items() if found == row]
+        types = [f"`{name}`" for name, outcome in outcomes.items() if outcome == row]
         wrapped = textwrap.wrap(" ".join(types), 90, break_on_hyphens=False)
         lines += [f"| {'' if i else row} | {part} |" for i, part in enumerate(wrapped)]
     return "\n".join(lines)

@@ -15,11 +15,16 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from penstock.host.errors import ConfigError
 from penstock.models.data.chat.conversation import request_of
-from penstock.models.data.chat.defaults import split_defaults, with_defaults
 from penstock.models.data.chat.encoder import Encoder, Passage
 from penstock.models.data.chat.masks import Choices, Sample, TrainOn, Turns, samples_of
+from penstock.models.data.chat.published.defaults import split_defaults, with_defaults
+from penstock.models.data.chat.published.variants import (
+    Edit,
+    is_marked,
+    keeps_rendering,
+    training_text,
+)
 from penstock.models.data.chat.templates import CHATML, MODEL, Template, chosen_template
-from penstock.models.data.chat.variants import Edit, is_marked, keeps_rendering, training_text
 
 DATA = Path(__file__).parents[1] / "data" / "chat"
 TEXTS: dict[str, str] = json.loads((DATA / "templates.json").read_text(encoding="utf-8"))

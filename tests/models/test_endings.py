@@ -13,9 +13,9 @@ from penstock.models.data.chat.conversation import request_of
 from penstock.models.data.chat.encoder import Encoder
 from penstock.models.data.chat.endings import Endings
 from penstock.models.data.chat.masks import Choices, Sample, Turns, samples_of
+from penstock.models.data.chat.published.variants import training_text
 from penstock.models.data.chat.remarks import Remark, lines_of
 from penstock.models.data.chat.templates import CHATML, MODEL, Template, chosen_template
-from penstock.models.data.chat.variants import training_text
 from tests.models.test_chat_labels import DATA, SPECIAL, TEXTS
 from tests.models.test_rows import made, written
 

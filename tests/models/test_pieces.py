@@ -12,8 +12,8 @@ import pytest
 from tokenizers import NormalizedString, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from penstock.host.cgroup import tightest_memory
 from penstock.host.errors import ConfigError
+from penstock.host.limits.cgroup import tightest_memory
 from penstock.models.data.pieces.encoding import Sizes, check_length, encode_documents
 from penstock.models.data.pieces.locality import locality_of
 from penstock.models.data.pieces.patterns import CannotTell, reach_of

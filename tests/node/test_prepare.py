@@ -31,8 +31,8 @@ from penstock.daemons.node.preparing.prepare import prepare_run, warn_if_open
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.daemons.node.run_lock import RunLock, prepare_lock_path
 from penstock.daemons.preload.starting import Spawning
-from penstock.host.cgroup import MemoryLimit
 from penstock.host.errors import CapacityError, ConfigError, PenstockError, StateError
+from penstock.host.limits.cgroup import MemoryLimit
 from penstock.host.process_identity import start_ticks
 from penstock.planner.memory.table import MemoryKind, MemoryRow
 from penstock.protocol.plan.step import STEP_TERMS, OptimizerStep, step_terms

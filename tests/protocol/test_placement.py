@@ -13,8 +13,8 @@ import pytest
 
 from penstock import _native
 from penstock.config.schema import Config, parse_config
-from penstock.host.cgroup import CpuLimit
 from penstock.host.errors import CapacityError, ConfigError
+from penstock.host.limits.cgroup import CpuLimit
 from penstock.host.topology import Topology, format_cpus, parse_cpus
 from penstock.protocol.run.hardware.cpus import check_cpus, cpu_shortage, cpus_needed
 from penstock.protocol.run.hardware.placement import Placement, page_places, pieces, place

@@ -50,7 +50,7 @@ def test_huge_bytes_are_added_up_by_file(tmp_path: Path) -> None:
 SEGMENT_ON_A_MOUNT_OF_ITS_OWN = """
 import os
 from penstock.shm import segment
-from penstock.host.cgroup import MemoryLimit
+from penstock.host.limits.cgroup import MemoryLimit
 from penstock.shm.segment import NoSpaceError
 from penstock.shm.pages import huge_bytes
 from penstock.shm.segment import SHM_ROOT, Segment

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.host.cgroup import MemoryLimit
+from penstock.host.limits.cgroup import MemoryLimit
 from penstock.host.process_identity import ProcessIdentity, start_ticks
 from penstock.host.topology import Topology
 from penstock.shm import segment as segments

@@ -54,7 +54,7 @@ from penstock.daemons.scheduler.machine.activities.save import Save
 from penstock.daemons.scheduler.machine.history import BreakCause
 from penstock.daemons.scheduler.machine.machine import SchedulerMachine
 from penstock.host import world
-from penstock.host.cgroup import MemoryLimit
+from penstock.host.limits.cgroup import MemoryLimit
 from penstock.protocol.wire.member import MemberLink
 from penstock.protocol.wire.sockets import OpenAccess
 from penstock.shm.control import ControlView

@@ -23,7 +23,7 @@ import torch
 import transformers
 import yaml
 
-from penstock.host.cgroup import usable_cpus
+from penstock.host.limits.cgroup import usable_cpus
 from penstock.host.stopping import stop_signals_blocked
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.protocol.generated import scheduler_pb2_grpc as rpc

@@ -22,7 +22,7 @@ from bench.gpu.install import requirements
 from bench.gpu.measures.trained import Recipe, train
 from bench.gpu.memory import GIB, meminfo, registered, touch
 from bench.gpu.running import Measurement, Task, own_shared_memory
-from penstock.host.cgroup import cpu_limit, memory_limits
+from penstock.host.limits.cgroup import cpu_limit, memory_limits
 from penstock.host.topology import Topology
 from penstock.shm.pages import NodeRange, prefer_nodes
 

@@ -17,14 +17,14 @@ from pathlib import Path
 from penstock.config.schema import Config
 from penstock.daemons.monitor.metrics.exposition import Exposition
 from penstock.daemons.monitor.metrics.network import Interface, interfaces_to
-from penstock.host.cgroup import (
+from penstock.host.errors import PenstockError
+from penstock.host.limits.cgroup import (
     ControlGroups,
     MemoryUnknownError,
     machine_cpu_s,
     stolen_s,
     tightest_memory,
 )
-from penstock.host.errors import PenstockError
 from penstock.protocol.run.names import node_index
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.layout import SegmentKind

@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.config.schema import Config
-from penstock.host.cgroup import MemoryLimit, MemoryUnknownError, memory_limits
 from penstock.host.errors import CapacityError
+from penstock.host.limits.cgroup import MemoryLimit, MemoryUnknownError, memory_limits
 from penstock.planner.memory.table import MemoryKind, MemoryRow
 from penstock.protocol.run.hardware.launchers import UNKNOWN, Engine, engine_of
 from penstock.shm.inventory import inventory

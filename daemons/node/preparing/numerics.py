@@ -13,9 +13,9 @@ from penstock.config.schema import Config
 from penstock.config.values import AUTO, SDPA
 from penstock.daemons.node.preparing.layers import leaves_layers
 from penstock.daemons.node.preparing.software import Software
-from penstock.host.cgroup import usable_cpus
 from penstock.host.errors import StateError
 from penstock.host.files import holds_text, write_atomically
+from penstock.host.limits.cgroup import usable_cpus
 from penstock.protocol.plan.plan import Plan
 from penstock.protocol.plan.reduction import Reduction
 from penstock.protocol.run.data_size import TrainingData

@@ -25,7 +25,7 @@ from penstock.daemons.node.preparing.capacity import (
 )
 from penstock.daemons.node.preparing.emulated import emulated_demands, emulated_rows
 from penstock.daemons.node.preparing.gpus import guess_here
-from penstock.host.cgroup import cpu_limit
+from penstock.host.limits.cgroup import cpu_limit
 from penstock.planner.cost.costs import Costs
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.cost.profile import Guess

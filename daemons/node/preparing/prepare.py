@@ -68,9 +68,9 @@ from penstock.daemons.node.run_lock import (
     settle_home,
 )
 from penstock.daemons.preload.starting import Starter
-from penstock.host.cgroup import cpu_limit
 from penstock.host.errors import ConfigError, StateError
 from penstock.host.files import DAMAGED, holds_text, parse_json, write_atomically
+from penstock.host.limits.cgroup import cpu_limit
 from penstock.host.limits.scratch import scratch_folder
 from penstock.host.logind_check import logout_risk
 from penstock.planner.cost.emulation import Emulation

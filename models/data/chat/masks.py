@@ -260,11 +260,7 @@ def _check_choice(place: str, kind: str, choices: Choices, accepted: Sequence[Tr
 def _ready(request: IdsRequest, choices: Choices) -> Sample:
     """Returns the sample of ready ids; its own labels win over ``train_on``."""
     ids = list(request.ids)
-    labels = request.labels
-    if request.completion is not None and choices.train_on is not TrainOn.ALL:
-        # TRL takes no notice of the mask with completion_only_loss false, either.
-        given = zip(request.ids if labels is None else labels, request.completion, strict=True)
-        labels = tuple(label if counts else IGNORED_LABEL for label, counts in given)
+    labels = request.chosen_labels(all_count=choices.train_on is TrainOn.ALL)
     if labels is not None:
         return Sample(place=request.place, ids=ids, counted=_runs(labels))
     _check_choice(request.place, "a list of ids without labels", choices, (TrainOn.ALL,))

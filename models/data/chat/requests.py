@@ -14,6 +14,7 @@ from reprlib import Repr
 from typing import Any, TypeAlias
 
 from penstock.host.errors import ConfigError
+from penstock.models.data.batch import IGNORED_LABEL
 
 ASSISTANT = "assistant"
 SYSTEM = "system"
@@ -117,6 +118,15 @@ class IdsRequest:
     ids: tuple[int, ...]
     labels: tuple[int, ...] | None = None
     completion: tuple[bool, ...] | None = None
+
+    def chosen_labels(self, *, all_count: bool) -> tuple[int, ...] | None:
+        """Returns the labels, with those outside the completion ignored; None if no column chooses.
+        ``all_count``: the completion is not looked at, as by TRL with completion_only_loss false.
+        """
+        if self.completion is None or all_count:
+            return self.labels
+        given = zip(self.labels or self.ids, self.completion, strict=True)
+        return tuple(label if counts else IGNORED_LABEL for label, counts in given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,8 @@ from penstock.host.errors import ConfigError, reason
 from penstock.models.data.chat.encoder import Span
 from penstock.models.data.chat.endings import Endings
 from penstock.models.data.chat.forms import Forms, render_template
+from penstock.models.data.chat.published.variants import keeps_rendering, training_text
 from penstock.models.data.chat.requests import Turn
-from penstock.models.data.chat.variants import keeps_rendering, training_text
 
 MODEL, CHATML = "model", "chatml"
 """Values of ``data.chat_template`` that are no path."""

@@ -121,7 +121,7 @@ class Unread:
             if _plain(prompt) == "instruction" and plain in _INPUTS:
                 raise self._refused(column, "format alpaca reads it with an instruction")
             return
-        full = {_plain(c): c for c, v in reversed(self.fields.items()) if _has_content(v)}
+        full = {_plain(c): c for c, v in reversed(list(self.fields.items())) if _has_content(v)}
         first = next(full[name] for name in _PROMPTS if name in full)
         shown, value = shown_name(first), self.fields[first]
         if not any(isinstance(self.fields.get(c), str) for c in self.taken):

@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
-from penstock.host.cgroup import tightest_memory, usable_cpus
 from penstock.host.errors import ConfigError
+from penstock.host.limits.cgroup import tightest_memory, usable_cpus
 from penstock.models.data.pieces.locality import Locality, locality_of
 from penstock.models.data.reading.records import Document
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from penstock.config.platforms import CoreUse
 from penstock.config.schema import Config
 from penstock.config.values import AUTO
-from penstock.host.cgroup import CpuLimit
 from penstock.host.errors import CapacityError
+from penstock.host.limits.cgroup import CpuLimit
 from penstock.protocol.run.hardware.launchers import engine_of
 from penstock.protocol.run.names import node_of_device, nodes_beside
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from penstock.config.platforms import CoreUse
 from penstock.config.schema import Config
-from penstock.host.cgroup import cpu_limit
 from penstock.host.errors import ConfigError
+from penstock.host.limits.cgroup import cpu_limit
 from penstock.host.topology import Core, Topology, format_cpus
 from penstock.protocol.run.names import nodes_beside
 from penstock.protocol.run.rundir import MAX_OPTIMIZER_THREADS

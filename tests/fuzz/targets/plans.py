@@ -19,7 +19,7 @@ from penstock.client.views.trace.comparison import parse_attempts
 from penstock.config.schema import load_config
 from penstock.config.words import apply_overrides
 from penstock.daemons.node.joining.launchers import find_place
-from penstock.host.cgroup import parse_mounts
+from penstock.host.limits.cgroup import parse_mounts
 from penstock.host.topology import parse_cpus
 from penstock.models.data.cache import TokenCache
 from penstock.models.data.tokenizer import JsonTokenizer
@@ -333,7 +333,7 @@ PLANS = (
     Target(
         name="mounts",
         open=plainly(lambda data: parse_mounts(_text(data).split("\n"))),
-        covers=("host.cgroup.parse_mounts",),
+        covers=("host.limits.cgroup.parse_mounts",),
         seeds=lambda: [
             b"29 23 0:26 /a\\040b /dev/shm rw,nosuid shared:4 - tmpfs tmpfs rw,huge=advise\n"
         ],

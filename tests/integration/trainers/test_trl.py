@@ -14,7 +14,7 @@ import yaml
 from penstock.client.convert.conversion import convert
 from penstock.config.schema import parse_config
 from penstock.daemons.scheduler.machine.activities.learning_rates import learning_rate
-from penstock.models.data.chat.variants import training_text
+from penstock.models.data.chat.published.variants import training_text
 from tests.client.test_convert import TRL as FILE
 from tests.data.dpo import make as dpo
 from tests.data.sft import make

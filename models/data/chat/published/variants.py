@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.models.data.chat.defaults import split_defaults
+from penstock.models.data.chat.published.defaults import split_defaults
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 

@@ -1,0 +1,1 @@
+"""Published chat templates: their training variants, and defaults of their variables."""
