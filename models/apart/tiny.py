@@ -28,7 +28,7 @@ FIRST_TOKEN, VOCABULARY = 3, 61
 _ROOM = 64
 """Tokens of limits that no row exceeds."""
 
-_MOST_LAYERS = 8
+_MOST_LAYERS = 6
 """Most layers of a tiny model."""
 
 _HEADS, _EXPERTS = 4, 4
@@ -147,7 +147,7 @@ class _Shrink:
         self._kind, self._fields = type(hf_config), hf_config.to_dict()
         self._chosen, self._length, self._exceeded = list(chosen), length, exceeded
         self._num_layers = int(hf_config.num_hidden_layers)
-        self._heads = getattr(hf_config, "num_attention_heads", None)
+        self._heads = self._fields.get("num_attention_heads")
 
     def configurations(self) -> Iterator[PretrainedConfig]:
         """Yields the small configuration; first with few positions if rows exceed them, then with
@@ -157,15 +157,17 @@ class _Shrink:
             fields = self._small(self._fields, positions)
             yield self._kind(**fields)
 
-    def _small(self, fields: Mapping[str, Any], positions: int) -> dict[str, Any]:
+    def _small(self, fields: Mapping[Any, Any], positions: int) -> dict[Any, Any]:
         small = {}
         for key, value in fields.items():
             if key not in _LEFT_OUT:
-                small[key] = self._value(key, value, positions)
+                small[key] = self._value(str(key), value, positions)
         return small
 
     def _value(self, key: str, value: Any, positions: int) -> Any:
         if isinstance(value, Mapping):
+            if value and all(isinstance(number, int) for number in value):
+                value = {self._chosen.index(i): value[i] for i in self._chosen if i in value}
             return self._small(value, positions)
         if isinstance(value, (list, tuple)):
             return self._list(key, list(value))

@@ -1,5 +1,5 @@
-"""Measurements of samples that share a row. Types that keep samples apart keep packing. Other types
-get rows of one sample, or a refusal while the run is prepared.
+"""Samples that share a row are measured. Types that keep samples apart keep packing. Others get
+rows of one sample, or a refusal while the run is prepared.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def test_other_types_do_not(model_type: str) -> None:
 
 
 def test_a_chunk_that_rows_exceed_is_measured_and_no_longer_one() -> None:
-    """Llama 4 cuts a row into chunks at fixed places."""
+    """Llama 4 cuts a row into chunks, without regard to documents."""
     hf_config = CONFIG_MAPPING["llama4_text"]()
     assert hf_config.attention_chunk_size == 8192
     assert sharing(hf_config, 8192) == Sharing(model_type="llama4_text")
@@ -110,9 +110,10 @@ def test_a_chunk_that_rows_exceed_is_measured_and_no_longer_one() -> None:
 
 
 def test_padding_that_changes_a_sample_is_measured() -> None:
-    verdict = sharing(CONFIG_MAPPING["doge"](), 4096)
-    assert (verdict.padded, verdict.apart, verdict.shorter) == (False, False, 2048)
-    assert sharing(CONFIG_MAPPING["doge"](), 2048).padded
+    for model_type in ("doge", "deepseek_v32", "axk2"):
+        long = sharing(CONFIG_MAPPING[model_type](), 4096)
+        assert (long.padded, long.apart, long.shorter) == (False, False, 2048)
+        assert sharing(CONFIG_MAPPING[model_type](), 2048).padded
 
 
 def test_a_type_without_a_small_model_counts_as_not_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +140,7 @@ def test_the_length_at_which_a_sample_changes_frequencies(
 def test_a_measurement_leaves_torch_as_it_was() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    sharing(reduced("mixtral"))
+    assert sharing(reduced("mixtral")) == Sharing(model_type="mixtral")
     assert torch.get_default_dtype() is torch.float32
     assert torch.equal(torch.get_rng_state(), before)
 

@@ -79,7 +79,7 @@ def as_table(outcomes: dict[str, str]) -> str:
     """The table of the document."""
     lines = ["| | types |", "| --- | --- |"]
     for row in (APART, SHORT_ROWS, LONE, UNMADE, PADDING, UNTRAINED):
-        types = [f"`{name}`" for name, outcome in outcomes.items() if outcome == row]
+        types = [f"`{name}`" for name, of_type in outcomes.items() if of_type == row]
         wrapped = textwrap.wrap(" ".join(types), 90, break_on_hyphens=False)
         lines += [f"| {'' if i else row} | {part} |" for i, part in enumerate(wrapped)]
     return "\n".join(lines)
