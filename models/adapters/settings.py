@@ -64,9 +64,10 @@ def resolved(config: AdapterConfig, model: Any) -> Adapter:
             the key and the module.
     """
     modules = {name: module for name, module in model.named_modules() if name}
+    of_file = config.path is not None
     if config.path is not None:
         config = read_settings(config.path, modules, config.dropout)
-    saved = _saved(config, modules)
+    saved = _saved(config, modules, of_file=of_file)
     _check_tied(saved, model)
     with matching("adapter.targets", config.targets):
         names = [*_targets(config, model, modules)]
@@ -188,7 +189,16 @@ def _named(
     return matches
 
 
-def _saved(config: AdapterConfig, modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
+def _saved(
+    config: AdapterConfig, modules: Mapping[str, nn.Module], *, of_file: bool
+) -> tuple[str, ...]:
+    """Returns the names of the modules to save. Modules without parameters are left out, since PEFT
+    trains nothing of them.
+
+    Raises:
+        ConfigError: a name matches no module; or, unless a file of PEFT has the name, none with
+            parameters.
+    """
     saved: list[str] = []
     for each in config.modules_to_save:
         names = [name for name in modules if name.endswith(each)]  # PEFT's rule, without a dot
@@ -198,12 +208,13 @@ def _saved(config: AdapterConfig, modules: Mapping[str, nn.Module]) -> tuple[str
                 f"adapter.modules_to_save: {each!r} matches no module; modules have names such as"
                 f" {', '.join(near)}"
             )
-        empty = [name for name in names if next(modules[name].parameters(), None) is None]
-        if empty:
+        full = [name for name in names if next(modules[name].parameters(), None) is not None]
+        if not full and not of_file:
             raise ConfigError(
-                f"adapter.modules_to_save: {empty[0]} has no parameters, so nothing to train"
+                f"adapter.modules_to_save: {each!r} matches {names[0]}, which has no parameters, so"
+                " nothing to train; leave it out"
             )
-        saved += names
+        saved += full
     return tuple(dict.fromkeys(saved))
 
 

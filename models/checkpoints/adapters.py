@@ -6,6 +6,7 @@ parameters of ``modules_to_save``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,6 +28,12 @@ PREFIX = "base_model.model."
 _BASE = ".base_layer."
 """Part of the names of base weights, which PEFT saves with adapters of embeddings."""
 
+_OF_ADAPTER = re.compile(
+    r"(?<=\.lora_[AB])\.default(?=\.weight$)|(?<=\.lora_embedding_[AB])\.default$"
+    r"|\.modules_to_save\.default(?=\.)"
+)
+"""The adapter's name in names of a model in memory. PEFT reads files with it, and saves without."""
+
 
 class AdapterWeights:
     """The tensors of an adapter's folder for a run with the modules ``adapter``."""
@@ -35,10 +42,16 @@ class AdapterWeights:
         """Reads the names and shapes.
 
         Raises:
-            StateError: the file is missing or damaged.
+            StateError: the file is missing or damaged, or has a tensor under two names.
         """
         self._path, self._adapter = folder / WEIGHTS, adapter
         self._checkpoint = Checkpoint(folder, [WEIGHTS])
+        self._names: dict[str, str] = {}
+        """Names of tensors in the file by those that PEFT saves."""
+        for name in self._checkpoint.headers:
+            other = self._names.setdefault(_saved_name(name), name)
+            if other != name:
+                raise StateError(f"{self._path}: {other} and {name} are one tensor; keep one")
 
     def check(self, table: BlockTable, constants: frozenset[str] = frozenset()) -> None:
         """Compares names, shapes and types with the table's. ``constants`` are the names of the
@@ -50,11 +63,12 @@ class AdapterWeights:
         """
         specs = {spec.name: spec for block in table.blocks for spec in block.tensors}
         headers = self._checkpoint.headers
-        lacking = [n for n in specs if self._adapter.trains(n) and PREFIX + n not in headers]
+        lacking = [n for n in specs if self._adapter.trains(n) and PREFIX + n not in self._names]
         if lacking:
             raise StateError(
                 f"{self._path}: lacks {len(lacking)} of the adapter's tensors: {few(lacking)};"
-                " the file and adapter_config.json must be of one adapter and of this model"
+                " the file and adapter_config.json must be of one adapter and of this model."
+                f" Names in the file: {few(list(headers)) or 'none'}"
             )
         unknown = [name for name in headers if not self._has_place(name, specs, constants)]
         if unknown:
@@ -83,7 +97,7 @@ class AdapterWeights:
                 ``dtype``.
         """
         return {
-            spec.name: self._checkpoint.read(PREFIX + spec.name, dtype)
+            spec.name: self._checkpoint.read(self._names[PREFIX + spec.name], dtype)
             for spec in block.tensors
             if self._adapter.trains(spec.name)
         }
@@ -183,4 +197,9 @@ def merged(
 
 def plain_name(name: str) -> str:
     """Returns the name that a tensor of the file has in the model."""
-    return name.removeprefix(PREFIX).replace(_BASE, ".")
+    return _saved_name(name).removeprefix(PREFIX).replace(_BASE, ".")
+
+
+def _saved_name(name: str) -> str:
+    """Returns the name that PEFT saves for a tensor of the file."""
+    return _OF_ADAPTER.sub("", name)

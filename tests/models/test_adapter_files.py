@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from penstock.config.schema import Config, parse_config
 from penstock.host.errors import ConfigError, PenstockError, StateError
 from penstock.models.adapters.files import SETTINGS, WEIGHTS, read_settings
 from penstock.models.checkpoints import export
+from penstock.models.checkpoints.adapters import PREFIX
 from penstock.models.checkpoints.initial import initial_blocks
 from penstock.models.inference.loading import ModelPlace, load_model
 from penstock.models.prepare import prepare
@@ -60,6 +62,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "saved": (
         LLAMA,
         {"target_modules": ["q_proj", "up_proj"], "modules_to_save": ["lm_head", "norm"]},
+    ),
+    "saved-without-parameters": (
+        LLAMA | {"model_type": "olmo"},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]},
     ),
     "layers": (LLAMA, {"target_modules": ["k_proj", "mlp.up_proj"], "layers_to_transform": [1]}),
     "excluded": (LLAMA, {"target_modules": ALL, "exclude_modules": ["mlp.gate_proj", "k_proj"]}),
@@ -174,6 +180,39 @@ def test_files_of_peft_come_back_and_merge_as_by_peft(
     assert whole.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(whole[name], value), name
+
+
+def in_memory(name: str) -> str:
+    """The name of an adapter's tensor in a model in memory; PEFT loads these names, too."""
+    if name.endswith(("lora_A.weight", "lora_B.weight")):
+        return name.removesuffix("weight") + "default.weight"
+    return name + ".default" if "lora_embedding_" in name else name
+
+
+@pytest.mark.filterwarnings("ignore:.*save_embedding_layers:UserWarning")
+def test_names_with_the_name_of_the_adapter_are_read(tmp_path: Path) -> None:
+    settings = {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]}
+    run = adapted(tmp_path / "a", LLAMA, {**settings, "r": 2})
+    theirs = load_file(run.adapter / WEIGHTS)
+    named = tmp_path / "named"
+    shutil.copytree(run.adapter, named)
+    renamed = {in_memory(name): tensor for name, tensor in theirs.items()}
+    save_file(renamed, named / WEIGHTS, metadata={"format": "pt"})
+    assert sum(".default" in name for name in renamed) == len(theirs) - 2
+    (tmp_path / "b").mkdir()
+    other = prepared(run.base, named, tmp_path / "b" / "run")
+    back = other.export(tmp_path / "back", "--format", "peft")
+    ours = load_file(back / WEIGHTS)
+    assert ours.keys() == {name for name in theirs if ".base_layer." not in name}
+    assert all(torch.equal(theirs[name], ours[name]) for name in ours)
+    assert torch.equal(logits(other.model(back)), logits(run.model(named)))
+    # PEFT refuses this name, of which the meaning is clear all the same.
+    head = PREFIX + "lm_head."
+    renamed[f"{head}modules_to_save.default.weight"] = renamed.pop(f"{head}weight")
+    save_file(renamed, named / WEIGHTS, metadata={"format": "pt"})
+    third = prepared(run.base, named, tmp_path / "b" / "third")
+    again = load_file(third.export(tmp_path / "again", "--format", "peft") / WEIGHTS)
+    assert all(torch.equal(theirs[name], again[name]) for name in ours)
 
 
 @pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning")
@@ -291,6 +330,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "bad layers": (changed_settings(layers_to_transform=["0"]), "expected numbers of layers"),
     "more targets": (changed_settings(target_modules=["q_proj", "k_proj"]), "lacks 4 of the"),
     "missing": (changed_tensors(lambda tensors, name: tensors.pop(name)), "lacks 1 of the"),
+    "other name": (
+        changed_tensors(lambda t, name: t.update({name.replace("_A.", "_A.mine."): t.pop(name)})),
+        r"lacks 1 of the.*Names in the file: .*lora_A",
+    ),
+    "two names": (
+        changed_tensors(lambda t, name: t.update({in_memory(name): t[name].clone()})),
+        "are one tensor; keep one",
+    ),
     "extra": (
         changed_tensors(lambda tensors, name: tensors.update({"a.b": torch.zeros(2)})),
         "has 1 tensors that the run has no place for: a.b",

@@ -49,6 +49,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "alpha_pattern": {"q_proj": 3, "down_proj": 64},
         "rslora": True,
     },
+    "ranks": {"r": 4, "alpha": 6, "rank_pattern": {"q_proj": 16, "v_proj": 1}},
+    "factors": {"r": 4, "rank_pattern": {"q_proj": 8}, "alpha_pattern": {"q_proj": 3, "o_proj": 5}},
     "embedding": {"r": 3, "targets": ["embed_tokens", "o_proj"]},
     "saved": {"r": 3, "modules_to_save": ["lm_head", "norm"]},
     "saved-layer": {"modules_to_save": ["mlp"]},
@@ -116,7 +118,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "norm": ("llama", {"targets": ["input_layernorm"]}, "is a LlamaRMSNorm; adapters are for"),
     "all excluded": ("llama", {"targets": ["q_proj"], "exclude": ["q_proj"]}, "leave no module"),
     "no such saved": ("llama", {"modules_to_save": ["lm_haed"]}, "'lm_haed' matches no.*lm_head"),
-    "act_fn": ("llama", {"modules_to_save": ["act_fn"]}, "has no parameters"),
+    "act_fn": ("llama", {"modules_to_save": ["act_fn"]}, "has no parameters.*leave it out"),
     "fused": ("mamba", {"targets": ["out_proj"]}, "models of type mamba read its weight"),
     "experts": ("mixtral", {}, "experts in one tensor"),
     "expert": ("mixtral", {"targets": ["gate_up_proj"]}, "is a parameter, .*target_parameters"),
@@ -130,6 +132,61 @@ def test_settings_that_mean_something_else_are_refused(
     model = build_skeleton(make_hf_config(make_config(model_type))).model
     with pytest.raises(ConfigError, match=words):
         resolved(AdapterConfig(**fields), model)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "names"),
+    [
+        # No norm of olmo has parameters; of llama4_text, those of queries and keys have none.
+        ("olmo", {}, ["lm_head"]),
+        (
+            "llama4_text",
+            {"moe_layers": [], "no_rope_layers": [1] * 4, "attention_chunk_size": 16},
+            ["lm_head", "norm"],
+        ),
+    ],
+)
+def test_saved_modules_are_those_of_peft_with_parameters(
+    model_type: str, fields: dict[str, Any], names: list[str]
+) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "vocab_size": 61, "head_dim": 8}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    if model_type == "llama4_text":
+        sizes["intermediate_size_mlp"] = 24
+    given = AutoConfig.for_model(
+        model_type, **sizes, **heads, **fields, pad_token_id=0, tie_word_embeddings=False
+    )
+    chosen = AdapterConfig(targets=["q_proj"], modules_to_save=names)
+    ours = build_skeleton(given, chosen)
+    theirs: Any = get_peft_model(AutoModelForCausalLM.from_config(given), peft_settings(chosen))
+    trained = {our_name(n): tuple(p.shape) for n, p in theirs.named_parameters() if p.requires_grad}
+    assert ours.adapter is not None
+    assert trained == {
+        name: tuple(parameter.shape)
+        for name, parameter in ours.model.named_parameters()
+        if ours.adapter.trains(name)
+    }
+    assert (
+        any("norm" in n for n in dict(ours.model.named_modules())) and "lm_head.weight" in trained
+    )
+
+
+def test_adapters_of_one_shape_start_in_different_ways() -> None:
+    """The first numbers follow from the name and the seed: none repeats, and each comes again."""
+    names = [
+        f"model.layers.{layer}.self_attn.{part}.lora_A.weight"
+        for layer in range(3)
+        for part in ("q_proj", "k_proj")
+    ]
+    firsts = {(name, seed): drawn(name, (4, 16), seed) for name in names for seed in (1, 2)}
+    values = list(firsts.values())
+    for number, value in enumerate(values):
+        assert not any(torch.equal(value, other) for other in values[:number])
+    assert all(torch.equal(drawn(*key[:1], (4, 16), key[1]), v) for key, v in firsts.items())
+    embeddings = [drawn(f"{n}.lora_embedding_B", (16, 4), 1) for n in ("wte", "wpe")]
+    assert not torch.equal(*embeddings)
+    for zero in ("q.lora_B.weight", "wte.lora_embedding_A"):
+        assert not drawn(zero, (16, 4), 1).any()
 
 
 def test_a_tied_head_is_not_saved() -> None:

@@ -121,7 +121,7 @@ class IdsRequest:
 
     def chosen_labels(self, *, all_count: bool) -> tuple[int, ...] | None:
         """Returns the labels, with those outside the completion ignored; None if no column chooses.
-        ``all_count``: the completion is not looked at, as by TRL with completion_only_loss false.
+        ``all_count``: ignores the completion, as TRL does with completion_only_loss false.
         """
         if self.completion is None or all_count:
             return self.labels
