@@ -64,10 +64,9 @@ def resolved(config: AdapterConfig, model: Any) -> Adapter:
             the key and the module.
     """
     modules = {name: module for name, module in model.named_modules() if name}
-    of_file = config.path is not None
     if config.path is not None:
         config = read_settings(config.path, modules, config.dropout)
-    saved = _saved(config, modules, of_file=of_file)
+    saved = _saved(config, modules)
     _check_tied(saved, model)
     with matching("adapter.targets", config.targets):
         names = [*_targets(config, model, modules)]
@@ -189,15 +188,12 @@ def _named(
     return matches
 
 
-def _saved(
-    config: AdapterConfig, modules: Mapping[str, nn.Module], *, of_file: bool
-) -> tuple[str, ...]:
+def _saved(config: AdapterConfig, modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
     """Returns the names of the modules to save. Modules without parameters are left out, since PEFT
     trains nothing of them.
 
     Raises:
-        ConfigError: a name matches no module; or, unless a file of PEFT has the name, none with
-            parameters.
+        ConfigError: a name matches no module, or no module has parameters.
     """
     saved: list[str] = []
     for each in config.modules_to_save:
@@ -208,13 +204,12 @@ def _saved(
                 f"adapter.modules_to_save: {each!r} matches no module; modules have names such as"
                 f" {', '.join(near)}"
             )
-        full = [name for name in names if next(modules[name].parameters(), None) is not None]
-        if not full and not of_file:
-            raise ConfigError(
-                f"adapter.modules_to_save: {each!r} matches {names[0]}, which has no parameters, so"
-                " nothing to train; leave it out"
-            )
-        saved += full
+        saved += [name for name in names if next(modules[name].parameters(), None) is not None]
+    if config.modules_to_save and not saved:
+        raise ConfigError(
+            f"adapter.modules_to_save: {', '.join(config.modules_to_save)} has no parameters, so"
+            " nothing to train; leave it out"
+        )
     return tuple(dict.fromkeys(saved))
 
 

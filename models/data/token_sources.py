@@ -51,6 +51,11 @@ _NOT_IN_FILES = {
 }
 """Keys of ``data`` that decide a text's tokens, and keys that fingerprints contain as marks."""
 
+_READING = 2
+"""Version of the reading of records as one text. A change gives kept tokens another key. Version 1
+took no notice of masks, and of columns without a reader.
+"""
+
 
 class Text(Protocol):
     """Documents of files, which become one text."""
@@ -315,6 +320,7 @@ class TokenSources:
             [self._tokenizer_sum, is_folder, tokenizer.vocab_size],
             [marks.before, marks.after, self._vocab_size],
             *self._text(key).key,
+            *([] if self._texts is None else [_READING]),
         ]
         try:
             return key_of(self._text(key).source, parts)
