@@ -173,20 +173,24 @@ def test_lengths_that_would_shift_parameters_are_refused(fault: str, tmp_path: P
 
 
 def test_gaps_between_parameters_are_left_out(tmp_path: Path) -> None:
-    """DeepSpeed aligns each parameter of a group, and names the gap behind it."""
+    """DeepSpeed aligns each parameter of a group, and names the gap behind it. The step of the state
+    is newer than that of the settings.
+    """
+    groups = [{"params": [0], "step": 7}]
     for rank in range(2):
         fields = {
             "zero_stage": 1,
             "partition_count": 2,
             "single_partition_of_fp32_groups": [torch.arange(3.0) + 3 * rank],
-            "base_optimizer_state": {"state": {0: {"step": 1}}, "param_groups": [{"params": [0]}]},
+            "base_optimizer_state": {"state": {0: {"step": 1}}, "param_groups": groups},
             "param_alignment_paddings": [[1, 0]],
         }
         torch.save({"optimizer_state_dict": fields}, tmp_path / RANK.format(rank))
     shapes = {"module": {}, "param_shapes": [{"a": torch.Size([2]), "b": torch.Size([3])}]}
     torch.save(shapes, tmp_path / "mp_rank_00_model_states.pt")
-    tensors = {tensor.name: tensor.load().tolist() for tensor in open_checkpoint(tmp_path).tensors}
-    assert tensors == {"a": [0, 1], "b": [3, 4, 5]}
+    state = open_checkpoint(tmp_path)
+    tensors = {tensor.name: tensor.load().tolist() for tensor in state.tensors}
+    assert tensors == {"a": [0, 1], "b": [3, 4, 5]} and state.step == 1
 
 
 def test_odd_parameters_of_stage_3_are_cut_behind_their_middle(tmp_path: Path) -> None:
