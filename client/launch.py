@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from penstock.host.logs import forgive_streams
+from penstock.client.views.output import forgive_output
 from penstock.host.stopping import block_stop_signals
 
 
@@ -61,7 +61,7 @@ def launch(
     if parent_pid is not None:
         # before imports, some of which start threads: a thread inherits the mask
         block_stop_signals()
-    forgive_streams()
+    forgive_output()
     # gRPC logs a line for each unauthenticated connection; the scheduler counts these in its log.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     kind = PROCESSES[process]

@@ -128,9 +128,9 @@ def node(
     """Runs one node of a run on several machines."""
     with interrupted_by_stop_signals():
         with errors_explained(interrupted=ExitCode.STOPPED):
-            from penstock.host.logs import forgive_streams
+            from penstock.client.views.output import forgive_output
 
-            forgive_streams()
+            forgive_output()
             if config.name == "resolved.yaml":
                 _require_run(config)
                 _refuse_settings(config, settings)

@@ -115,9 +115,9 @@ def train(
     Starts every process of the run, shows the progress, and returns at the end of the run.
     """
     with errors_explained(), interrupted_by_stop_signals(), ExitStack() as stack:
-        from penstock.host.logs import forgive_streams
+        from penstock.client.views.output import forgive_output
 
-        forgive_streams()  # first of all: the terminal may be gone while the run is saved
+        forgive_output()  # first of all: the terminal may be gone while the run is saved
         preloading = begin_to_import()
         stack.callback(preloading.close)
         from penstock.client.states import mend_base

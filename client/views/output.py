@@ -9,8 +9,9 @@ of our own go around the door, through :func:`behind`; their authors escape the 
 from __future__ import annotations
 
 import sys
-from typing import IO, Any, cast
+from typing import IO, Any, TextIO, cast
 
+from penstock.host.logs import forgive_streams
 from penstock.host.trust import printable
 
 KEPT = "\n\t"
@@ -49,6 +50,18 @@ def guard() -> None:
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, Door):
             setattr(sys, name, cast(IO[str], Door(stream)))
+
+
+def forgive_output() -> None:
+    """Drops bytes that cannot be written to standard output or error, from this call on
+    (:func:`penstock.host.logs.forgive_streams`). A door stays in front of both streams.
+    """
+    guarded = isinstance(sys.stdout, Door) or isinstance(sys.stderr, Door)
+    sys.stdout = cast(TextIO, behind(sys.stdout))
+    sys.stderr = cast(TextIO, behind(sys.stderr))
+    forgive_streams()
+    if guarded:
+        guard()
 
 
 def behind(stream: IO[str]) -> IO[str]:

@@ -272,6 +272,14 @@ def _no_progress_bars() -> None:
     logging.disable_progress_bar()
 
 
+@pytest.fixture(autouse=True)
+def _kernels_of_torch() -> Iterator[None]:
+    """References choose kernels that repeat their bits, for the whole process."""
+    before = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
 @pytest.fixture(name="make_config")
 def _make_config() -> Callable[..., Config]:
     return make_config

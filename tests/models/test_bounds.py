@@ -24,7 +24,7 @@ from penstock.host.errors import ConfigError
 from penstock.host.limits import bounds
 from penstock.host.limits.bounds import Bounds, limited
 from penstock.models.adapters.settings import resolved
-from penstock.models.data.chat import templates
+from penstock.models.data.chat import forms, templates
 from penstock.models.data.chat.requests import Turn
 from penstock.models.prepare import prepare
 from penstock.models.surgery.hf import resolve_hf_config
@@ -184,7 +184,7 @@ def test_an_expression_that_cannot_be_compiled_is_refused(text: str) -> None:
 def test_a_template_that_takes_all_is_named(
     text: str, complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(templates, "_RENDERING_S", 0.5)
+    monkeypatch.setattr(forms, "_RENDERING_S", 0.5)
     turns = (Turn(fields={"role": "user", "content": "a"}),)
     conversation = templates.Conversation(place="a.jsonl, line 1", turns=turns)
     match = rf"a\.jsonl, line 1: data\.chat_template = 'model' cannot render .*: .*{complaint}"

@@ -173,8 +173,8 @@ def test_lengths_that_would_shift_parameters_are_refused(fault: str, tmp_path: P
 
 
 def test_gaps_between_parameters_are_left_out(tmp_path: Path) -> None:
-    """DeepSpeed aligns each parameter of a group, and names the gap behind it. The step of the state
-    is newer than that of the settings.
+    """DeepSpeed aligns each parameter of a group, and names the gap behind it. The state's step
+    counts before the step of the settings.
     """
     groups = [{"params": [0], "step": 7}]
     for rank in range(2):
