@@ -184,10 +184,14 @@ def forgive_streams() -> None:
 def _forgiving(stream: TextIO) -> TextIO:
     if type(stream) is not io.TextIOWrapper:
         return stream  # the program has put another stream there, or there is none
+    try:
+        descriptor = stream.fileno()
+    except io.UnsupportedOperation:
+        return stream  # bytes in memory
     with suppress(OSError):
         stream.flush()
     return io.TextIOWrapper(
-        io.BufferedWriter(_Forgiving(stream.fileno())),
+        io.BufferedWriter(_Forgiving(descriptor)),
         encoding=stream.encoding,
         errors="backslashreplace",
         line_buffering=True,
