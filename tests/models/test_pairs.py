@@ -109,7 +109,7 @@ def test_long_answers_lose_their_end_and_long_prompts_are_left_out(
 
 def test_an_empty_answer_stays_beside_the_other_one(tmp_path: Path) -> None:
     """An empty answer without an end token has no label; its log-probability is 0."""
-    prepared(tmp_path, [{**TEXT, "rejected": ""}], eos=False)
+    prepared(tmp_path, [{**TEXT, "rejected": ""}], eos=False, packing="none")
     assert texts(tmp_path / "run") == [("Sky?", " blue"), ("Sky?", "")]
 
 
