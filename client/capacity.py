@@ -17,10 +17,10 @@ from penstock.daemons.node.preparing.capacity import MemoryDemand, check_capacit
 from penstock.daemons.node.preparing.planned_run import (
     HostMachine,
     RunRequest,
-    plan_run,
+    plan_anyway,
     planned_before,
 )
-from penstock.daemons.node.preparing.prepare import table_of
+from penstock.daemons.node.preparing.tool import table_of
 from penstock.deploy.kubernetes.manifests import PodNeeds
 from penstock.host.errors import ConfigError, PenstockError
 from penstock.host.limits.cgroup import CpuLimit, cpu_limit
@@ -106,11 +106,11 @@ def pod_needs(config: Config, num_nodes: int, cpus: int) -> PodNeeds:
 
     Raises:
         ConfigError: no plan can be built.
-        CapacityError: ``schedule: auto`` found no schedule that fits this machine.
     """
     spread = _spread(config, num_nodes)
     request = RunRequest(config=spread, table=table_of(spread))
-    shm, memory = (need.needed for need in plan_run(request, HostMachine.here(spread)).demands[:2])
+    planned = plan_anyway(request, HostMachine.here(spread))
+    shm, memory = (need.needed for need in planned.demands[:2])
     has_gpus = config.cluster.platform.pins_host_memory
     return PodNeeds(
         cpus=cpus or cpus_needed(config),
@@ -144,4 +144,4 @@ def _demands(path: Path, config: Config, nodes: Sequence[int]) -> tuple[MemoryDe
     held_by = run_dir or config.run_dir
     run_id = RunDirectory(held_by).run_id if (held_by / "run.json").exists() else None
     request = RunRequest(config=config, table=table_of(config))
-    return plan_run(request, HostMachine.here(config, run_id)).demands
+    return plan_anyway(request, HostMachine.here(config, run_id)).demands

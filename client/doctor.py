@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.client.placement import PlacementFacts, PlacementReport
 from penstock.client.views.run_view import saved_states
 from penstock.config.schema import Config
-from penstock.daemons.node.preparing.capacity import human_bytes
+from penstock.config.values import human_bytes
 from penstock.daemons.node.run_lock import original_of
 from penstock.host.errors import ExitCode, PenstockError
 from penstock.host.limits.cgroup import cpu_limit, tightest_memory

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.schema import Config
-from penstock.daemons.node.preparing.capacity import human_bytes
+from penstock.config.values import human_bytes
 from penstock.host.errors import ConfigError
 from penstock.host.limits.cgroup import cpu_limit
 from penstock.host.topology import Topology, format_cpus

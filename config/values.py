@@ -324,3 +324,12 @@ Patterns = Annotated[
         }
     ),
 ]
+
+
+def human_bytes(num_bytes: float) -> str:
+    """Returns bytes in binary units, such as ``1.5 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024.0:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024.0
+    return f"{num_bytes:.1f} TiB"

@@ -19,12 +19,8 @@ from typing import Any
 from penstock.config.schema import Config
 from penstock.config.values import CHOSEN_LATER
 from penstock.daemons.node.preparing.places import with_absolute_paths
-from penstock.daemons.node.preparing.prepare import (
-    IMPORTING,
-    prepare_run,
-    run_models_prepare,
-)
-from penstock.daemons.node.preparing.tool import run_tool
+from penstock.daemons.node.preparing.prepare import IMPORTING, prepare_run
+from penstock.daemons.node.preparing.tool import run_models_prepare, run_tool
 from penstock.daemons.node.run_lock import RunLock, train_lock_path
 from penstock.daemons.preload.starting import Starter
 from penstock.daemons.scheduler.machine.activities.learning_rates import learning_rate

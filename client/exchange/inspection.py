@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.daemons.node.preparing.capacity import human_bytes
+from penstock.config.values import human_bytes
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.host.trust import printable
 

@@ -26,7 +26,7 @@ from penstock.client.planning import options
 
 if TYPE_CHECKING:
     from penstock.client.planning.outputs import Outputs
-    from penstock.client.planning.plan_command import PlanReport
+    from penstock.client.planning.plan_command import Conditions, PlanReport
     from penstock.client.planning.run_report import RunReport
 
 
@@ -45,6 +45,9 @@ def plan(
     passes: options.PassesOption = None,
     costs: options.CostsOption = None,
     memory: options.MemoryOption = None,
+    gpu: options.GpuOption = None,
+    host_memory: options.HostMemoryOption = None,
+    shm: options.ShmOption = None,
     optimizer: options.OptimizerOption = "advance",
     as_json: JsonOption = False,
     show: options.ShowOption = None,
@@ -76,16 +79,13 @@ def plan(
         report: PlanReport | RunReport
         if config is not None:
             options.require_nothing({**request, "memory": memory})
-            report = run_report.make_run_report(load(config, settings), options.profile_path(costs))
+            machine = options.machine_options(gpu, None, host_memory, shm)
+            profiled = options.profile_path(costs)
+            report = run_report.make_run_report(load(config, settings), profiled, machine)
         else:
-            options.require_configuration(settings)
+            options.require_no_configuration(settings, gpu, host_memory, shm)
             request["recompute_after"] = options.recompute_after(recompute_after)
-            conditions = plan_command.Conditions(
-                costs=costs or "unit",
-                optimizer=options.optimizer_name(optimizer),
-                memory_limit_bytes=options.size("--memory", memory),
-                search_s=search,
-            )
+            conditions = _conditions(costs, optimizer, memory, search)
             report = plan_command.make_plan_report(plan_command.request_of(**request), conditions)
         files = outputs.Outputs(plan=out, svg=svg, png=png, torch_csv=torch_csv)
         _finish(report, files, as_json, show)
@@ -112,14 +112,9 @@ def simulate(
     """
     with errors_explained():
         from penstock.client.planning.outputs import Outputs
-        from penstock.client.planning.plan_command import Conditions, make_simulation_report
+        from penstock.client.planning.plan_command import make_simulation_report
 
-        conditions = Conditions(
-            costs=options.costs_text(costs, profile),
-            optimizer=options.optimizer_name(optimizer),
-            memory_limit_bytes=options.size("--memory", memory),
-            search_s=search,
-        )
+        conditions = _conditions(options.costs_text(costs, profile), optimizer, memory, search)
         report = make_simulation_report(plan_file, options.names(passes), conditions)
         outputs = Outputs(plan=out, svg=svg, png=png, torch_csv=torch_csv)
         _finish(report, outputs, as_json, show)
@@ -150,14 +145,16 @@ def tune(
     settings: SetOption = None,
     model: options.ModelOption = None,
     gpu: options.GpuOption = None,
-    devices: options.AllDevicesOption = None,
-    devices_per_node: options.DevicesPerNodeOption = 8,
+    workers: options.WorkersOption = 1,
+    workers_per_node: options.WorkersPerNodeOption = 8,
     global_batch: options.GlobalBatchOption = None,
-    sequence_length: options.SequenceLengthOption = 2048,
+    sequence_length: options.SequenceLengthOption = None,
+    dtype: options.DtypeOption = None,
     schemes: options.SchemesOption = None,
     drop: options.TuneDropOption = None,
-    memory: options.MemoryOption = None,
+    device_memory: options.DeviceMemoryOption = None,
     host_memory: options.HostMemoryOption = None,
+    shm: options.ShmOption = None,
     costs: options.CostsOption = None,
     optimizer: options.OptimizerOption = "advance",
     everything: options.EverythingOption = False,
@@ -167,73 +164,85 @@ def tune(
 ) -> None:
     """Searches for the fastest schedule that fits in memory.
 
-    Varies scheme, stages, micro-batch size, recomputation and passes. The model and devices come
-    from a configuration, or from --model and --gpu.
+    Varies scheme, stages, micro-batches, recomputation and passes.
     """
     with errors_explained():
-        from penstock.client.planning.tuning import TuneOptions, search, to_json, write_tuned
+        from penstock.client.planning import tuning
+        from penstock.client.planning.described import Description
         from penstock.client.views.console import Console
 
-        tune_options = TuneOptions(
-            model=model,
-            gpu=gpu,
-            num_devices=devices,
-            devices_per_node=devices_per_node,
-            global_batch=global_batch,
-            sequence_length=sequence_length,
+        tune_options = tuning.TuneOptions(
+            machine=options.machine_options(gpu, device_memory, host_memory, shm),
             schemes=options.names(schemes),
             drop=options.names(drop),
-            device_bytes=options.size("--memory", memory),
-            host_bytes=options.size("--host-memory", host_memory),
             profile=options.profile_path(costs),
             optimizer=options.optimizer_name(optimizer),
             everything=everything,
             keep=keep,
         )
-        loaded = None if config is None else load(config, settings)
-        report = search(loaded, tune_options, Console(stderr=True))
-        write_tuned(report, out, config, tuple(settings or ()))
+        errors = Console(stderr=True)
+        if config is not None:
+            report = tuning.tune_config(load(config, settings), tune_options, errors)
+        else:
+            named = Description(
+                model=options.required_model(model),
+                machine=tune_options.machine,
+                workers=workers,
+                workers_per_node=workers_per_node,
+                sequence_length=sequence_length,
+                global_batch=global_batch,
+                dtype=dtype,
+                settings=tuple(settings or ()),
+            )
+            report = tuning.tune_model(named, tune_options, errors)
+        tuning.write_tuned(report, out, config, tuple(settings or ()))
         if as_json:
-            typer.echo(to_json(report))
+            typer.echo(tuning.to_json(report))
         else:
             report.show(Console(width=max(120, terminal_width())))
 
 
 def estimate(
-    model: options.ModelFolderArgument,
-    workers: options.WorkersOption = None,
-    sequence_length: options.EstimateLengthOption = None,
+    model: options.ModelArgument,
+    workers: options.WorkersOption = 1,
+    workers_per_node: options.WorkersPerNodeOption = 8,
+    sequence_length: options.SequenceLengthOption = None,
     micro_batch: options.MicroBatchOption = None,
     global_batch: options.GlobalBatchOption = None,
     dtype: options.DtypeOption = None,
     gpu: options.GpuOption = None,
     device_memory: options.DeviceMemoryOption = None,
+    host_memory: options.HostMemoryOption = None,
+    shm: options.ShmOption = None,
     profile: options.MeasuredOption = None,
     settings: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Estimates memory, disk space and step time of a model.
+    """Estimates memory, disk space and step time of a model, and says whether it fits.
 
-    Reads config.json of a Hugging Face model. Needs no weights, no data and no GPU.
+    Reads config.json of a Hugging Face model. Needs no weights, no data and no GPU. Plans for this
+    machine, or for the one that --gpu, --host-memory and --shm describe.
     """
     with errors_explained():
-        from penstock.client.planning.estimate import EstimateOptions
+        from penstock.client.planning.described import Description
         from penstock.client.planning.estimate import estimate as make_estimate
+        from penstock.client.planning.tuning import shown_progress
+        from penstock.client.views.console import Console
 
-        report = make_estimate(
-            model,
-            EstimateOptions(
-                workers=workers,
-                sequence_length=sequence_length,
-                micro_batch=micro_batch,
-                global_batch=global_batch,
-                dtype=dtype,
-                gpu=gpu,
-                device_memory=device_memory,
-                profile=profile,
-                settings=tuple(settings or ()),
-            ),
+        described = Description(
+            model=model,
+            machine=options.machine_options(gpu, device_memory, host_memory, shm),
+            workers=workers,
+            workers_per_node=workers_per_node,
+            sequence_length=sequence_length,
+            micro_batch=micro_batch,
+            global_batch=global_batch,
+            dtype=dtype,
+            profile=profile,
+            settings=tuple(settings or ()),
         )
+        with shown_progress(Console(stderr=True)) as advance:
+            report = make_estimate(described, advance)
         typer.echo(json.dumps(report.to_dict(), indent=1) if as_json else report.to_text())
 
 
@@ -279,22 +288,42 @@ Keep the machine idle during the measurement. Nothing is trained."""
 _ESTIMATE_EXAMPLES = """\b
 Examples:
   penstock estimate models/Qwen3-0.6B-Base
-  penstock estimate models/Qwen3-0.6B-Base/config.json --workers 1 --gpu H100
+  penstock estimate llama2-7b --gpu RTX4090 --host-memory 128G
+  penstock estimate models/Qwen3-0.6B-Base/config.json --gpu H100
       --sequence-length 4096 --global-batch 16 --micro-batch 2
   penstock estimate models/Qwen3-0.6B-Base --set optimizer.master=split --json
 
---set sets keys that have no option; all other keys have their defaults."""
+--set sets keys that have no option; all other keys have their defaults. The last line
+says whether the run fits. The keys above it make the same plan in penstock train."""
 
 _TUNE_EXAMPLES = """\b
 Examples:
   penstock tune examples/tiny.yaml --out tuned.yaml
-  penstock tune --model llama2-7b --gpu A100-40 --devices 8 --global-batch 64
-  penstock tune --model gpt3-13b --gpu V100-32 --devices 4 --global-batch 16
-      --memory 32G --host-memory 500G --schemes mobius,spipe --json
+  penstock tune --model llama2-7b --gpu A100-40 --workers 8 --global-batch 64
+  penstock tune --model gpt3-13b --gpu V100-32 --workers 4 --global-batch 16
+      --host-memory 500G --schemes mobius,spipe --json
 
 Simulates a grid of schedules, without those that cannot fit or cannot be faster
 than the last row shown. Then tries passes on the fastest. --out writes CONFIG with
 the keys of the fastest schedule, for penstock train; with --model, only the keys."""
+
+
+def _conditions(
+    costs: str | None, optimizer: str, memory: str | None, search_s: float | None
+) -> Conditions:
+    """Returns the conditions that the options of a command name.
+
+    Raises:
+        ConfigError: no such optimizer, or no size.
+    """
+    from penstock.client.planning.plan_command import Conditions
+
+    return Conditions(
+        costs=costs or "unit",
+        optimizer=options.optimizer_name(optimizer),
+        memory_limit_bytes=options.size("--memory", memory),
+        search_s=search_s,
+    )
 
 
 def _finish(

@@ -6,55 +6,27 @@ functions that prepare a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from penstock.client.convert.aliases import TRAINERS
-from penstock.config.hub_names import from_hub
-from penstock.config.schema import Config, parse_config
-from penstock.config.values import parse_size
-from penstock.config.words import apply_overrides
+import yaml
+
+from penstock.client.planning.described import Description
+from penstock.config.schema import Config
+from penstock.config.values import human_bytes
 from penstock.daemons.memory.snapshot import base_bytes, saved_bytes
-from penstock.daemons.node.preparing.capacity import human_bytes
-from penstock.daemons.node.preparing.planned_run import (
-    HostMachine,
-    PlannedRun,
-    RunRequest,
-    plan_run,
-)
-from penstock.daemons.node.preparing.prepare import table_of
-from penstock.host.errors import ConfigError
-from penstock.host.files import DAMAGED, parse_json
-from penstock.planner.cost.catalogue import GPUS
-from penstock.planner.cost.profile import guess_of_gpu
+from penstock.daemons.node.preparing.capacity import HOST, SHM, missing, shortage
+from penstock.daemons.node.preparing.planned_run import PlannedRun, RunRequest, plan_anyway
+from penstock.daemons.node.preparing.reliefs import Relief, reliefs
+from penstock.daemons.node.preparing.tool import table_of
 from penstock.planner.memory.table import MemoryKind
+from penstock.planner.planning.plan_search import Progress
 from penstock.planner.render.units import SECONDS
 from penstock.protocol.run.rundir import memory_spec
 from penstock.shm.layout import SegmentKind
-from penstock.shm.table import DType
 
-_CONFIG = "config.json"
-_DTYPES = {"float32": DType.FP32, "bfloat16": DType.BF16, "float16": DType.FP16}
 _KINDS = {"weights": "weights", "frozen": "frozen weights", "master": "master", "low": "master"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EstimateOptions:
-    """The options of ``penstock estimate``; ``None`` where not given. ``settings``: overrides of
-    keys, as with ``--set``.
-    """
-
-    workers: int | None = None
-    sequence_length: int | None = None
-    micro_batch: str | None = None
-    global_batch: int | None = None
-    dtype: str | None = None
-    gpu: str | None = None
-    device_memory: str | None = None
-    profile: Path | None = None
-    settings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +34,20 @@ class Estimate:
     """The memory, the disk space and the time that a model needs.
 
     ``shm``: bytes in /dev/shm of the node with the most, by kind. ``source``: names the rates that
-    ``step_s`` follows from.
+    ``step_s`` follows from. ``reliefs``: settings that need less of what is short.
     """
 
-    model: Path
+    described: Description
     run: PlannedRun
     shm: Mapping[str, int]
     step_s: float
     source: str
+    reliefs: tuple[Relief, ...] = ()
+
+    @property
+    def keys(self) -> Mapping[str, Any]:
+        """The keys of a configuration with which ``train`` makes this plan."""
+        return self.described.keys(self.run.config)
 
     @property
     def host_bytes(self) -> int:
@@ -98,7 +76,7 @@ class Estimate:
         state, kept = saved_bytes(table), config.train.keep_snapshots
         kept += config.train.keep_best is not None
         return {
-            "model": str(self.model),
+            "model": self.described.model,
             "parameters": table.num_parameters,
             "trained_parameters": table.trained_parameters,
             "blocks": len(table.blocks),
@@ -119,6 +97,11 @@ class Estimate:
             "step_seconds": self.step_s,
             "tokens_per_second": self.tokens_per_step / self.step_s,
             "rates": self.source,
+            "machine": str(self.described.machine),
+            "fits": self.run.fits,
+            "needs": [need.to_dict() for need in self.run.demands],
+            "reliefs": [str(relief) for relief in self.reliefs],
+            "keys": self.keys,
         }
 
     def to_text(self) -> str:
@@ -131,11 +114,12 @@ class Estimate:
         trained, total = figures["trained_parameters"], figures["parameters"]
         share = "" if trained == total else f" ({trained:,} of them trained, {trained / total:.2%})"
         yield (
-            f"{self.model}: {total:,} parameters{share} in {figures['blocks']} blocks,"
+            f"{self.described.model}: {total:,} parameters{share} in {figures['blocks']} blocks,"
             f" {figures['dtype']}"
         )
+        workers = "worker" if config.num_workers == 1 else "workers"
         yield (
-            f"{config.num_workers} {config.cluster.platform.name} workers, {figures['scheme']},"
+            f"{config.num_workers} {config.cluster.platform.name} {workers}, {figures['scheme']},"
             f" {config.train.global_batch} sequences of {config.data.sequence_length} tokens a"
             f" step in micro-batches of {config.train.micro_batch}"
         )
@@ -165,97 +149,47 @@ class Estimate:
             f"\na step takes {SECONDS.format(self.step_s)},"
             f" {figures['tokens_per_second']:,.0f} tokens/s (simulated; {self.source})"
         )
+        yield "\nkeys of this run, besides model.path and data"
+        yield yaml.safe_dump(self.keys, sort_keys=False)
+        if not self.run.fits:
+            yield shortage(self.run.demands, list(map(str, self.reliefs))) + "\n"
+        yield self._verdict()
+
+    def _verdict(self) -> str:
+        """Returns the last line: whether the run fits, with the sizes that decide."""
+        needs = self.run.demands
+        if not self.run.fits:
+            return missing(needs)
+        devices = [need for need in needs if need.place.startswith("device ")]
+        device = max(devices, key=lambda need: need.needed, default=None)
+        shown = [need for need in needs if need.what in (SHM, HOST)]
+        shown = shown if device is None else [device, *shown]
+        limited = [need for need in shown if need.available is not None]
+        verdict = f"fits {self.described.machine}: {'; '.join(map(str, limited or shown))}"
+        if len(limited) == len(shown) or not limited:
+            return verdict
+        open_ = "; ".join(str(need) for need in shown if need.available is None)
+        return f"{verdict}; not compared (give --host-memory): {open_}"
 
 
-def estimate(model: Path, options: EstimateOptions) -> Estimate:
-    """Returns what training a model takes.
-
-    Raises:
-        ConfigError: ``model`` is no model, or an option is impossible.
-        CapacityError: the plan needs more memory than a device has.
-    """
-    folder = _folder_of(model)
-    config = _config_of(folder, options)
-    machine = HostMachine.here(config)
-    if options.gpu is not None:
-        machine = replace(machine, guess=guess_of_gpu(options.gpu, config.model.dtype))
-    request = RunRequest(config=config, table=table_of(config, config_only=True))
-    run = plan_run(request, machine)
-    return Estimate(
-        model=model,
-        run=run,
-        shm=_largest_node(run),
-        step_s=run.simulate().makespan_s,
-        source=_source(config, options.gpu),
-    )
-
-
-def _folder_of(model: Path) -> Path:
-    """Returns the folder of a ``config.json`` that is named by itself or by its folder.
+def estimate(described: Description, progress: Progress = lambda done, of, best: None) -> Estimate:
+    """Returns what training a model takes, whether the machine has it or not.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such model, or an option is impossible.
     """
-    folder = model.parent if model.name == _CONFIG and not model.is_dir() else model
-    if not (folder / _CONFIG).is_file():
-        raise ConfigError(
-            f"MODEL {str(model)!r}: has no {_CONFIG}; give a folder in the Hugging Face layout, or"
-            f" its {_CONFIG} ({from_hub(model)})"
+    with described.config() as config:
+        machine = described.machine.machine(config)
+        request = RunRequest(config=config, table=table_of(config, config_only=True))
+        run = plan_anyway(request, machine, progress)
+        return Estimate(
+            described=described,
+            run=run,
+            shm=_largest_node(run),
+            step_s=run.simulate().makespan_s,
+            source=_source(config, described.machine.gpu),
+            reliefs=() if run.fits else reliefs(run),
         )
-    return folder
-
-
-def _config_of(folder: Path, options: EstimateOptions) -> Config:
-    """Returns the configuration that the options describe; all other keys have their defaults."""
-    device = "cpu" if options.gpu is None else "cuda"
-    limit = options.device_memory
-    if limit is None and options.gpu is not None and options.gpu in GPUS:
-        limit = str(int(GPUS[options.gpu].memory_bytes))
-    values: Sequence[tuple[str, str, Any]] = (
-        ("model", "dtype", options.dtype or dtype_of(folder / _CONFIG)),
-        ("data", "sequence_length", options.sequence_length),
-        ("train", "global_batch", options.global_batch),
-        ("train", "micro_batch", options.micro_batch),
-        ("cluster", "workers", options.workers),
-        ("schedule", "profile", None if options.profile is None else str(options.profile)),
-        ("memory", "device_limit", None if limit is None else _size(limit)),
-    )
-    data: dict[str, dict[str, Any]] = {
-        "run": {"name": "estimate"},
-        "model": {"path": str(folder)},
-        "data": {"tokens": "tokens.bin"},
-        "cluster": {"device": device},
-    }
-    for section, key, value in values:
-        if value is not None:
-            data.setdefault(section, {})[key] = value
-    config = parse_config(
-        apply_overrides(data, options.settings), source="penstock estimate", translation=TRAINERS
-    )
-    if config.cluster.platform.builtin_model:
-        raise ConfigError(
-            f"cluster.device = {config.cluster.device!r}: an emulated device brings its own model;"
-            " use penstock plan CONFIG.yaml, or --gpu for the rates of a GPU"
-        )
-    return config
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise ConfigError(f"--device-memory {text!r}: {error}") from error
-
-
-def dtype_of(path: Path) -> str | None:
-    """Returns the type of weights that a ``config.json`` names; ``None`` where it names none."""
-    try:
-        fields = parse_json(path.read_bytes())
-    except (OSError, *DAMAGED):
-        return None  # the preparation of the model names the mistake
-    named = fields.get("dtype", fields.get("torch_dtype")) if isinstance(fields, dict) else None
-    dtype = _DTYPES.get(named) if isinstance(named, str) else None
-    return None if dtype is None else dtype.value
 
 
 def _largest_node(run: PlannedRun) -> Mapping[str, int]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Literal, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
 
 import typer
 
 from penstock.host.errors import ConfigError
 from penstock.protocol.plan.instructions import RecomputeAfter
+
+if TYPE_CHECKING:
+    from penstock.client.planning.described import MachineOptions
 
 RecomputeMode = Literal["none", "full", "selective"]
 
@@ -208,7 +211,8 @@ ModelOption = Annotated[
     typer.Option(
         "--model",
         metavar="MODEL",
-        help="Name of a model, such as llama2-7b; penstock plan --list shows all.",
+        help="Model folder with a config.json, or the name of a model such as llama2-7b; penstock"
+        " plan --list shows all.",
     ),
 ]
 GpuOption = Annotated[
@@ -216,23 +220,75 @@ GpuOption = Annotated[
     typer.Option(
         "--gpu",
         metavar="GPU",
-        help="Name of a GPU, such as A100-40; penstock plan --list shows all.",
+        help="Name of a GPU to plan for, such as A100-40; penstock plan --list shows all. Default:"
+        " the devices of this machine.",
     ),
 ]
-AllDevicesOption = Annotated[
-    int | None,
-    typer.Option("--devices", metavar="N", min=1, help="Number of devices of all replicas."),
+HostMemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--host-memory",
+        metavar="SIZE",
+        help="Memory of a machine to plan for, such as 128G. Default with --gpu: no limit.",
+    ),
 ]
-DevicesPerNodeOption = Annotated[
-    int, typer.Option("--devices-per-node", metavar="K", min=1, help="Number of devices in a node.")
+ShmOption = Annotated[
+    str | None,
+    typer.Option(
+        "--shm",
+        metavar="SIZE",
+        help="Size of its /dev/shm. Default: half of --host-memory, as Linux mounts it.",
+    ),
+]
+DeviceMemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--device-memory",
+        "--memory",
+        metavar="SIZE",
+        help="Memory limit of a device, such as 40G. Default: what the device has.",
+    ),
+]
+WorkersOption = Annotated[
+    int,
+    typer.Option(
+        "--workers", "--devices", metavar="N", min=1, help="Number of workers (devices) in all."
+    ),
+]
+WorkersPerNodeOption = Annotated[
+    int,
+    typer.Option(
+        "--workers-per-node",
+        "--devices-per-node",
+        metavar="K",
+        min=1,
+        help="Most workers of one machine.",
+    ),
 ]
 GlobalBatchOption = Annotated[
     int | None,
     typer.Option("--global-batch", metavar="G", min=1, help="Sequences of all replicas in a step."),
 ]
 SequenceLengthOption = Annotated[
-    int,
-    typer.Option("--sequence-length", metavar="T", min=1, help="Length of a sequence, in tokens."),
+    int | None,
+    typer.Option(
+        "--sequence-length",
+        metavar="T",
+        min=1,
+        help="Length of a sequence, in tokens. Default: 2048, or what the model has positions for.",
+    ),
+]
+MicroBatchOption = Annotated[
+    str | None,
+    typer.Option("--micro-batch", metavar="B", help="Sequences of a micro-batch."),
+]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        metavar="TYPE",
+        help="Type of the weights: fp32, bf16 or fp16. Default: the type in config.json.",
+    ),
 ]
 SchemesOption = Annotated[
     str | None,
@@ -250,10 +306,6 @@ TuneDropOption = Annotated[
         metavar="SETS",
         help="Sets of operators (cmb, mlp, attention, core) to try selective recomputation of.",
     ),
-]
-HostMemoryOption = Annotated[
-    str | None,
-    typer.Option("--host-memory", metavar="SIZE", help="Memory limit of one node, such as 500G."),
 ]
 EverythingOption = Annotated[
     bool,
@@ -277,33 +329,12 @@ ProfileFileOption = Annotated[
 ]
 
 
-ModelFolderArgument = Annotated[
-    Path,
-    typer.Argument(metavar="MODEL", help="Folder with a Hugging Face config.json, or the file."),
-]
-WorkersOption = Annotated[
-    int | None,
-    typer.Option("--workers", metavar="N", min=1, help="Number of workers (devices) of the node."),
-]
-EstimateLengthOption = Annotated[
-    int | None,
-    typer.Option("--sequence-length", metavar="T", min=1, help="Length of a sequence, in tokens."),
-]
-MicroBatchOption = Annotated[
-    str | None,
-    typer.Option("--micro-batch", metavar="B", help="Sequences of a micro-batch."),
-]
-DtypeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--dtype",
-        metavar="TYPE",
-        help="Type of the weights: fp32, bf16 or fp16. Default: the type in config.json.",
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Folder with a Hugging Face config.json, the file, or a name such as llama2-7b.",
     ),
-]
-DeviceMemoryOption = Annotated[
-    str | None,
-    typer.Option("--device-memory", metavar="SIZE", help="Memory limit of a device, such as 40G."),
 ]
 
 
@@ -340,14 +371,33 @@ def require_nothing(wanted: Mapping[str, object]) -> None:
             raise ConfigError(f"{option}: with a configuration write --set {key}=…")
 
 
-def require_configuration(settings: list[str] | None) -> None:
-    """Refuses ``--set`` without a configuration to change.
+def require_no_configuration(settings: list[str] | None, *machine: str | None) -> None:
+    """Refuses options that change or place a configuration, where none is given.
 
     Raises:
-        ConfigError: it was given without one.
+        ConfigError: one was given.
     """
     if settings:
         raise ConfigError("--set changes a configuration; without one there are options")
+    if any(machine):
+        raise ConfigError(
+            "--gpu, --host-memory, --shm: go with CONFIG.yaml; with --scheme write"
+            " --costs analytic:GPU:MODEL and --memory"
+        )
+
+
+def required_model(model: str | None) -> str:
+    """Returns the model to tune.
+
+    Raises:
+        ConfigError: neither a model nor a configuration was given.
+    """
+    if model is None:
+        raise ConfigError(
+            "give a configuration (penstock tune examples/tiny.yaml), or --model, such as"
+            " --model llama2-7b --gpu RTX4090 --host-memory 128G"
+        )
+    return model
 
 
 def recompute_mode(text: str | None) -> RecomputeMode | Literal["auto"] | None:
@@ -373,6 +423,27 @@ def recompute_after(text: str) -> RecomputeAfter:
     except ValueError as error:
         accepted = ", ".join(RecomputeAfter)
         raise ConfigError(f"--recompute-after {text!r}: accepted: {accepted}") from error
+
+
+def machine_options(
+    gpu: str | None,
+    device_memory: str | None,
+    host_memory: str | None,
+    shm: str | None,
+) -> MachineOptions:
+    """Returns the machine that options describe.
+
+    Raises:
+        ConfigError: an unknown GPU, or no size.
+    """
+    from penstock.client.planning.described import MachineOptions
+
+    return MachineOptions(
+        gpu=gpu,
+        device_bytes=size("--device-memory", device_memory),
+        host_bytes=size("--host-memory", host_memory),
+        shm_bytes=size("--shm", shm),
+    )
 
 
 def size(option: str, text: str | None) -> int | None:

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from penstock.client.planning.outputs import heading, read_plan, stages_text
+from penstock.config.values import human_bytes
 from penstock.host.errors import ConfigError, ProtocolError, reason
 from penstock.host.inputs import read_text
 from penstock.planner import schemes
@@ -32,7 +33,7 @@ from penstock.planner.planning.pipeline import (
     try_schedule,
 )
 from penstock.planner.planning.torch_actions import parse_actions, schedule_of_actions
-from penstock.planner.render import ABSTRACT, SECONDS, Caption, format_bytes, timeline
+from penstock.planner.render import ABSTRACT, SECONDS, Caption, timeline
 from penstock.planner.schedule.schedule import Schedule, schedule_of
 from penstock.planner.simulate import Simulation
 from penstock.planner.validate.check import program_grid, validate
@@ -348,4 +349,4 @@ def _gpu_summary(gpu: Gpu) -> str:
 
 
 def _bytes(value: float, abstract: bool) -> str:
-    return f"{value:.4g}" if abstract else format_bytes(value)
+    return f"{value:.4g}" if abstract else human_bytes(value)

@@ -7,17 +7,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.client.planning.described import HERE, MachineOptions
 from penstock.client.planning.outputs import blocks_text, heading, rates_of, stages_text
 from penstock.config.execution import DeviceUpdates
 from penstock.config.schema import Config
-from penstock.daemons.node.preparing.capacity import human_bytes, render_demands
+from penstock.config.values import human_bytes
+from penstock.daemons.node.preparing.capacity import render_demands
 from penstock.daemons.node.preparing.planned_run import (
     HostMachine,
     PlannedRun,
     RunRequest,
-    plan_run,
+    plan_anyway,
 )
-from penstock.daemons.node.preparing.prepare import table_of
+from penstock.daemons.node.preparing.tool import table_of
 from penstock.planner.memory.table import MemoryRow
 from penstock.planner.render import Caption, timeline
 from penstock.planner.simulate import Simulation
@@ -57,16 +59,7 @@ class RunReport:
                 }
                 for row in self.run.rows
             ],
-            "needs": [
-                {
-                    "place": need.place,
-                    "what": need.what,
-                    "needed_bytes": need.needed,
-                    "there_bytes": need.available,
-                    "short": need.short,
-                }
-                for need in self.run.demands
-            ],
+            "needs": [need.to_dict() for need in self.run.demands],
         }
 
     def _updates(self) -> dict[str, Any]:
@@ -130,19 +123,21 @@ class RunReport:
         )
 
 
-def make_run_report(config: Config, profile: Path | None = None) -> RunReport:
-    """Plans and simulates a configuration, and adds up its memory. ``profile`` replaces the
-    configured one.
+def make_run_report(
+    config: Config, profile: Path | None = None, described: MachineOptions = HERE
+) -> RunReport:
+    """Plans and simulates a configuration, and adds up its memory, whether the machine has it or
+    not. ``profile`` replaces the configured one. ``described``: the machine.
 
     Raises:
         ConfigError: the configuration has no plan, the profile is of another model, or the machine
             lacks some of ``optimizer.cores``.
-        CapacityError: no schedule of ``schedule: auto`` fits.
     """
-    check_cores(config)
-    config = config.with_profile(profile)
-    machine = HostMachine.here(config)
-    run = plan_run(RunRequest(config=config, table=table_of(config)), machine)
+    if not described.is_named:
+        check_cores(config)
+    config = described.config(config.with_profile(profile))
+    machine = described.machine(config)
+    run = plan_anyway(RunRequest(config=config, table=table_of(config)), machine)
     return RunReport(run=run, simulation=run.simulate(), forms_s=_forms_s(run, machine))
 
 
@@ -154,7 +149,7 @@ def _forms_s(run: PlannedRun, machine: HostMachine) -> dict[DeviceUpdates, float
     for form in (DeviceUpdates.PREVIEW, DeviceUpdates.FLUSH):
         schedule = config.schedule.model_copy(update={"device_updates": form})
         other = config.model_copy(update={"schedule": schedule})
-        planned = plan_run(RunRequest(config=other, table=run.table), machine)
+        planned = plan_anyway(RunRequest(config=other, table=run.table), machine)
         forms_s[form] = planned.simulate().makespan_s
     return forms_s
 

@@ -6,7 +6,6 @@ that are written. So ``penstock data`` and ``penstock train`` accept the file un
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -20,11 +19,12 @@ from typing import Any
 import yaml
 
 from penstock.client.planning.data_rows import RowRange, read_rows
-from penstock.client.planning.estimate import Estimate, EstimateOptions, estimate
+from penstock.client.planning.described import Description, gpu_here, positions
+from penstock.client.planning.estimate import Estimate, estimate
 from penstock.config.hub_names import from_hub
 from penstock.config.schema import parse_config
-from penstock.daemons.node.preparing.capacity import human_bytes
-from penstock.daemons.node.preparing.gpus import LIBRARY, FoundGpu, found_gpus
+from penstock.config.values import human_bytes
+from penstock.daemons.node.preparing.gpus import FoundGpu
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.host.errors import CapacityError, ConfigError, reason
 from penstock.host.files import DAMAGED, parse_json, write_new
@@ -107,13 +107,13 @@ class _Draft:
 def _text(start: Start, progress: Callable[[str], None]) -> str:
     settings = _model_settings(start.model)
     draft = _Draft(values={"run": {"name": start.name, "dir": f"runs/{start.name}"}}, comments={})
-    gpu = _gpu()
+    gpu = gpu_here()
     dtype = "fp32" if gpu is None else "bf16"
     draft.put("model.path", str(start.model), "")
     why = "; on CPUs bf16 is no faster" if gpu is None else ", with fp32 masters in host memory"
     draft.put("model.dtype", dtype, f"type of the weights on the device{why}")
     draft.put("data.path", start.data, "")
-    limit = _limit(settings)
+    limit = positions(settings)
     _put_template(draft, start.model)
     summary = _measured(draft, limit, progress)
     costs = _costs(start.model, draft)
@@ -200,25 +200,6 @@ def _model_settings(folder: Path) -> Mapping[str, Any]:
             f"{place}: has no weights (*.safetensors); fetch the whole folder ({from_hub(folder)})"
         )
     return settings
-
-
-def _limit(settings: Mapping[str, Any]) -> int | None:
-    """Returns the positions of a model, if its settings name them."""
-    inner = settings.get("text_config")
-    for fields in (inner if isinstance(inner, dict) else {}, settings):
-        for name in ("max_position_embeddings", "n_positions", "max_sequence_length"):
-            value = fields.get(name)
-            if isinstance(value, int) and value > 0:
-                return value
-    return None
-
-
-def _gpu() -> FoundGpu | None:
-    """Returns this machine's smallest GPU, by memory."""
-    with suppress(OSError):
-        gpus = tuple(found_gpus(ctypes.CDLL(LIBRARY)))
-        return min(gpus, key=lambda gpu: gpu.memory_bytes, default=None)
-    return None
 
 
 def _put_template(draft: _Draft, folder: Path) -> None:
@@ -308,14 +289,15 @@ def _put_steps(draft: _Draft, summary: Mapping[str, Any]) -> None:
 
 def _costs(model: Path, draft: _Draft) -> Estimate | None:
     """Returns the estimate of memory and parameters; None if no plan fits."""
-    options = EstimateOptions(
+    described = Description(
+        model=str(model),
         sequence_length=draft.values["data"]["sequence_length"],
         global_batch=draft.values["train"]["global_batch"],
         micro_batch="1",
         dtype=draft.values["model"]["dtype"],
     )
     with suppress(CapacityError):
-        return estimate(model, options)
+        return estimate(described)
     return None
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from penstock.client.planning.described import HERE, Description, MachineOptions
 from penstock.client.planning.editing import edited
 from penstock.client.planning.outputs import rates_of, write_file
 from penstock.client.planning.plan_command import options_named
@@ -23,54 +23,46 @@ from penstock.client.views.console import Console
 from penstock.config.execution import ScheduleConfig
 from penstock.config.reading import MAX_BYTES, read_mapping
 from penstock.config.schema import Config, parse_config
+from penstock.config.values import AUTO, CHOSEN_LATER, human_bytes
 from penstock.config.words import apply_overrides
+from penstock.daemons.node.preparing.capacity import missing, shortage
 from penstock.daemons.node.preparing.places import FILES, PLACES, with_absolute_paths
 from penstock.daemons.node.preparing.planned_run import (
     HostMachine,
+    PlannedRun,
     RunRequest,
+    plan_anyway,
     plan_run,
 )
-from penstock.daemons.node.preparing.prepare import table_of
+from penstock.daemons.node.preparing.reliefs import reliefs
+from penstock.daemons.node.preparing.tool import table_of
 from penstock.host.errors import CapacityError, ConfigError
 from penstock.host.inputs import read_text
-from penstock.planner.cost.cluster import OptimizerModel
-from penstock.planner.cost.sources import AnalyticSource
 from penstock.planner.planning.auto import (
     SearchTerms,
     TunedConfig,
     describe,
+    settings_of,
     trainable_schemes,
 )
 from penstock.planner.planning.pipeline import (
     OPTIMIZER_WAYS,
-    PlanContext,
-    make_plan,
-    operators_named,
 )
-from penstock.planner.planning.plan_search import Search, SearchOutcome, fragment, host_bytes
-from penstock.planner.planning.search_space import Candidate, Space, known_pass_sets
-from penstock.planner.render.units import SECONDS, format_bytes
-from penstock.planner.schemes import SCHEMES, RecomputeMode
-from penstock.protocol.plan.plan import Plan
-from penstock.protocol.run.executable import check_executable
+from penstock.planner.planning.plan_search import Progress as Advance
+from penstock.planner.planning.plan_search import SearchOutcome, fragment
+from penstock.planner.render.units import SECONDS
+from penstock.planner.schemes import SCHEMES
 
 _HEAD = "# penstock tune: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneOptions:
-    """The options of ``penstock tune``; ``None`` where not given."""
+    """The options of ``penstock tune`` besides those that describe a model."""
 
-    model: str | None = None
-    gpu: str | None = None
-    num_devices: int | None = None
-    devices_per_node: int = 8
-    global_batch: int | None = None
-    sequence_length: int = 2048
+    machine: MachineOptions = HERE
     schemes: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
-    device_bytes: float | None = None
-    host_bytes: float | None = None
     profile: Path | None = None
     optimizer: str = "advance"
     everything: bool = False
@@ -80,10 +72,11 @@ class TuneOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneReport:
     """The best candidates, and what they are candidates for. ``notes``: the winner in words, with
-    its simulated speed; for a configuration its own speed, too.
+    its simulated speed; for a configuration its own speed, too. ``config`` has the fastest.
     """
 
     what: str
+    config: Config
     num_candidates: int
     outcomes: tuple[SearchOutcome, ...]
     left_out: dict[str, int]
@@ -123,58 +116,104 @@ class TuneReport:
         console.print(self.fragment_yaml(), highlight=False, markup=False, soft_wrap=True)
 
 
-def search(config: Config | None, settings: TuneOptions, console: Console) -> TuneReport:
-    """Searches for a configuration, or for the model and cluster of the options; shows progress on
-    ``console``.
-
-    Raises:
-        ConfigError: impossible configuration or options.
-        CapacityError: nothing fits; names the memory that is short.
+def tune_model(described: Description, settings: TuneOptions, console: Console) -> TuneReport:
+    """Returns the best schedules of a described model; arguments and errors as of
+    :func:`tune_config`. The fragment has all keys besides model and data.
     """
-    if config is None:
-        return tune_names(settings, console)
-    return tune_config(config, settings, console)
+    with described.config() as config:
+        what = (
+            f"{described.model} on {described.workers} x {described.machine},"
+            f" {config.train.global_batch} sequences of {config.data.sequence_length} tokens a step"
+        )
+        table = table_of(config, config_only=True)
+        report = _tuned(RunRequest(config=config, table=table), settings, console, what)
+        parts = described.keys(report.config)
+        return replace(report, fragment=parts)
 
 
 def tune_config(config: Config, settings: TuneOptions, console: Console) -> TuneReport:
     """Returns the best schedules of a configuration: by default those that ``train`` can run.
+    ``console`` shows progress.
 
     Raises:
         ConfigError: impossible model or profile.
-        CapacityError: nothing fits; says what was in the way.
+        CapacityError: nothing fits; has the table of memory, and what needs less.
     """
-    runs = not settings.everything
-    config = config.with_profile(settings.profile)
-    if settings.device_bytes is not None:
-        limit = {"device_limit": int(settings.device_bytes)}
-        config = config.model_copy(update={"memory": config.memory.model_copy(update=limit)})
-    configured = settings.optimizer == "advance"
-    terms = SearchTerms(
-        schemes=_schemes(settings.schemes or (trainable_schemes() if runs else tuple(SCHEMES))),
-        optimizer=None if configured else OPTIMIZER_WAYS[settings.optimizer],
-        any_plan=settings.everything,
-        host_bytes=_limit(settings.host_bytes, config.memory.host_limit),
-        keep=settings.keep,
-    )
+    config = settings.machine.config(config.with_profile(settings.profile))
+    searched = "every scheme" if settings.everything else "what train runs (--all: everything)"
     what = (
         f"{config.run.name} on {config.num_workers} workers, {config.train.global_batch} sequences"
-        f" a step, {'what train runs (--all: everything)' if runs else 'every scheme'}"
+        f" a step, {searched}"
     )
-    request = RunRequest(config=config, table=table_of(config), terms=terms)
-    with _progress(console) as advance, options_named(), _naming(what):
-        searched = plan_run(request, HostMachine.here(config), advance).searched
+    return _tuned(RunRequest(config=config, table=table_of(config)), settings, console, what)
+
+
+def _tuned(request: RunRequest, settings: TuneOptions, console: Console, what: str) -> TuneReport:
+    """Returns the best schedules of a request; ``what`` names it."""
+    config, runs = request.config, not settings.everything
+    machine = settings.machine.machine(config)
+    request = replace(request, terms=_terms(config, settings))
+    with shown_progress(console) as advance, options_named(), _naming(what):
+        run = _searched(request, machine, advance)
+    searched = run.searched
     assert searched is not None, "the request has terms"
-    tuned, best = searched.tuned, searched.best
-    return _report(
-        searched.search,
-        what,
-        _parts(tuned, best, settings),
-        notes=(
-            _in_words(best, config.data.sequence_length, rates_of(config), trainable=runs),
-            _as_it_is(tuned, config),
-        ),
+    tuned, best, rates = searched.tuned, searched.best, _rates(config, settings)
+    return TuneReport(
+        what=what,
+        config=run.config,
+        num_candidates=searched.search.num_tried,
+        outcomes=tuple(searched.search.outcomes),
+        left_out=dict(searched.search.left_out),
+        fragment=_parts(tuned, best, settings),
         trainable=runs,
+        notes=(
+            _in_words(best, config.data.sequence_length, rates, trainable=runs),
+            *_as_it_is(tuned, config),
+        ),
     )
+
+
+def _terms(config: Config, settings: TuneOptions) -> SearchTerms:
+    """Returns the terms of the search that the options ask for."""
+    known = tuple(SCHEMES) if settings.everything else trainable_schemes()
+    host = settings.machine.host_bytes
+    limit = config.memory.host_limit if host is None else host
+    configured = settings.optimizer == "advance"
+    return SearchTerms(
+        schemes=_schemes(settings.schemes or known),
+        optimizer=None if configured else OPTIMIZER_WAYS[settings.optimizer],
+        any_plan=settings.everything,
+        host_bytes=inf if limit is None else limit,
+        keep=settings.keep,
+        drops=settings.drop,
+    )
+
+
+def _searched(request: RunRequest, machine: HostMachine, advance: Advance) -> PlannedRun:
+    """Returns the run with the fastest schedule.
+
+    Raises:
+        CapacityError: nothing fits; has the table of the plan that comes closest.
+    """
+    try:
+        return plan_run(request, machine, advance)
+    except CapacityError as error:
+        open_ = request.config.with_micro_batch(CHOSEN_LATER)
+        schedule = ScheduleConfig.model_validate({**settings_of(open_.schedule), "scheme": AUTO})
+        open_ = open_.model_copy(update={"schedule": schedule})
+        closest = plan_anyway(replace(request, config=open_, terms=None), machine, advance)
+        if closest.fits:
+            raise
+        lines = shortage(closest.demands, list(map(str, reliefs(closest))))
+        raise CapacityError(f"{missing(closest.demands)}\n{lines}") from error
+
+
+def _rates(config: Config, settings: TuneOptions) -> str:
+    """Returns the name of the rates that plans are simulated with."""
+    gpu = settings.machine.gpu
+    if gpu is None or config.schedule.profile is not None:
+        return rates_of(config)
+    return f"rates of {gpu} in the catalogue"
 
 
 def _parts(tuned: TunedConfig, best: SearchOutcome, settings: TuneOptions) -> dict[str, Any]:
@@ -182,8 +221,8 @@ def _parts(tuned: TunedConfig, best: SearchOutcome, settings: TuneOptions) -> di
     parts = tuned.fragment_of(best.candidate)
     if settings.profile is not None and not tuned.config.cluster.platform.simulated_clock:
         parts["schedule"]["profile"] = str(settings.profile)
-    if settings.device_bytes is not None:
-        parts["memory"] = {"device_limit": int(settings.device_bytes)}
+    if settings.machine.device_bytes is not None:
+        parts["memory"] = {"device_limit": settings.machine.device_bytes}
     return parts
 
 
@@ -200,129 +239,18 @@ def _in_words(best: SearchOutcome, sequence_length: int, rates: str, *, trainabl
     )
 
 
-def _as_it_is(tuned: TunedConfig, config: Config) -> str:
-    """Describes the simulated speed of a configuration with the schedule that it has."""
+def _as_it_is(tuned: TunedConfig, config: Config) -> Iterator[str]:
+    """Describes the simulated speed of a configuration with the schedule that it has, if it has
+    one.
+    """
     if config.with_defaults().chooses:
-        return "the configuration as it is has auto choose"
+        return
     try:
         step_s = tuned.step_s(config)
     except (ConfigError, CapacityError) as error:
-        return f"the configuration as it is cannot be trained ({str(error).splitlines()[0]})"
-    return f"the configuration as it is: {SECONDS.format(step_s)} a step, simulated"
-
-
-def _is_accepted(schedule: dict[str, Any]) -> bool:
-    try:
-        ScheduleConfig.model_validate(schedule)
-    except ValidationError:
-        return False
-    return True
-
-
-def tune_names(settings: TuneOptions, console: Console) -> TuneReport:
-    """Returns the best schedules of a named model on named GPUs.
-
-    Raises:
-        ConfigError: an option is missing or impossible.
-        CapacityError: nothing fits; says what was in the way.
-    """
-    source, num_devices, global_batch = _named(settings)
-    prices = source.price(forward_stages=1, backward_stages=1, num_devices=num_devices)
-    recomputations: list[tuple[RecomputeMode, tuple[str, ...]]] = [("none", ()), ("full", ())]
-    recomputations += [
-        ("selective", operators_named((name,), prices.costs)) for name in settings.drop
-    ]
-    space = Space(
-        num_devices=num_devices,
-        global_batch=global_batch,
-        num_blocks=len(prices.costs.blocks),
-        schemes=_schemes(settings.schemes or tuple(SCHEMES)),
-        recomputations=tuple(recomputations),
-        pass_sets=known_pass_sets(),
-    )
-    cluster = prices.cluster
-    device_bytes = _limit(settings.device_bytes, cluster.device_memory_bytes)
-    tried = Search(
-        tuned=_Named(
-            source=source,
-            num_devices=num_devices,
-            optimizer=OPTIMIZER_WAYS[settings.optimizer],
-            device_bytes=None if device_bytes == inf else device_bytes,
-        ),
-        device_bytes=device_bytes,
-        host_bytes=_limit(settings.host_bytes, cluster.host_memory_bytes),
-        keep=settings.keep,
-    )
-    what = (
-        f"{settings.model} on {num_devices} x {settings.gpu}, {global_batch} sequences of"
-        f" {settings.sequence_length} tokens a step"
-    )
-    with _progress(console) as advance, options_named(), _naming(what):
-        tried.run(space, advance)
-        best = tried.required_best()
-    trainable = _is_trainable(best, cluster.devices_per_node)
-    words = _in_words(best, settings.sequence_length, "data sheets", trainable=trainable)
-    parts = _with_cluster(fragment(best.candidate), settings, space)
-    return _report(tried, what, parts, notes=(words,), trainable=trainable)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Named:
-    """A named model and named GPUs to be tuned
-    (:class:`~penstock.planner.planning.plan_search.Tunable`).
-
-    The optimizer is Adam, without a choice of blocks that are settled early.
-    """
-
-    source: AnalyticSource
-    num_devices: int
-    optimizer: OptimizerModel
-    device_bytes: float | None
-
-    def context(self, micro_batch: int) -> PlanContext:
-        """Returns a context with the costs of micro-batches of so many sequences."""
-        sized = replace(self.source, micro_batch=micro_batch)
-        return PlanContext(
-            prices=sized.price(forward_stages=1, backward_stages=1, num_devices=self.num_devices),
-            optimizer=self.optimizer,
-            memory_limit_bytes=self.device_bytes,
-        )
-
-    def plan(self, candidate: Candidate, context: PlanContext) -> Plan:
-        """Returns the plan of a candidate, whether workers can run it or not."""
-        return make_plan(candidate.request, context)
-
-    def with_overlap(self, plan: Plan, context: PlanContext) -> Plan:
-        """Returns the plan as it is."""
-        del context
-        return plan
-
-    def host_bytes(self, plan: Plan, context: PlanContext) -> float:
-        """Returns the bytes of the fullest host, where Adam with a whole master weight works."""
-        return host_bytes(plan, context.prices)
-
-
-def _named(settings: TuneOptions) -> tuple[AnalyticSource, int, int]:
-    """Returns the model and cluster that the options name."""
-    for option, value in (
-        ("--model", settings.model),
-        ("--gpu", settings.gpu),
-        ("--devices", settings.num_devices),
-        ("--global-batch", settings.global_batch),
-    ):
-        if value is None:
-            raise ConfigError(
-                f"{option}: is missing; give a configuration (penstock tune examples/tiny.yaml), or"
-                " --model, --gpu, --devices and --global-batch"
-            )
-    assert settings.model and settings.gpu and settings.num_devices and settings.global_batch
-    source = AnalyticSource(
-        gpu=settings.gpu,
-        model=settings.model,
-        sequence_length=settings.sequence_length,
-        devices_per_node=settings.devices_per_node,
-    )
-    return source, settings.num_devices, settings.global_batch
+        yield f"the configuration as it is cannot be trained ({str(error).splitlines()[0]})"
+        return
+    yield f"the configuration as it is: {SECONDS.format(step_s)} a step, simulated"
 
 
 def _schemes(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -334,32 +262,8 @@ def _schemes(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def _limit(given: float | None, otherwise: float | None) -> float:
-    return given if given is not None else otherwise if otherwise is not None else inf
-
-
-def _is_trainable(best: SearchOutcome, devices_per_node: int) -> bool:
-    """Returns whether ``train`` can run the winner."""
-    try:
-        check_executable(best.plan, devices_per_node=devices_per_node)
-    except ConfigError:
-        return False
-    return _is_accepted(fragment(best.candidate)["schedule"])
-
-
-def _with_cluster(parts: dict[str, Any], settings: TuneOptions, space: Space) -> dict[str, Any]:
-    """Returns the fragment with batch and machines, which no configuration says."""
-    per_node = min(settings.devices_per_node, space.num_devices)
-    cluster: dict[str, Any] = {"device": "cuda", "workers": per_node}
-    if space.num_devices > per_node:
-        count = -(-space.num_devices // per_node)
-        cluster["nodes"] = [{"name": f"node{index}"} for index in range(count)]
-    train = {"global_batch": space.global_batch, **parts["train"]}
-    return {**parts, "train": train, "cluster": cluster}
-
-
 @contextmanager
-def _progress(console: Console) -> Iterator[Any]:
+def shown_progress(console: Console) -> Iterator[Any]:
     """Shows a bar on a terminal, nothing elsewhere."""
     columns = (
         TextColumn("{task.completed}/{task.total}"),
@@ -386,20 +290,6 @@ def _naming(what: str) -> Iterator[None]:
         yield
     except CapacityError as error:
         raise CapacityError(f"{what}: {error}") from error
-
-
-def _report(
-    tried: Search, what: str, parts: dict[str, Any], *, notes: tuple[str, ...], trainable: bool
-) -> TuneReport:
-    return TuneReport(
-        what=what,
-        num_candidates=tried.num_tried,
-        outcomes=tuple(tried.outcomes),
-        left_out=dict(tried.left_out),
-        fragment=parts,
-        trainable=trainable,
-        notes=notes,
-    )
 
 
 def write_tuned(
@@ -469,8 +359,8 @@ def _table(outcomes: tuple[SearchOutcome, ...]) -> Table:
             SECONDS.format(outcome.step_s, digits=3),
             f"{outcome.bubble_ratio:.1%}",
             SECONDS.format(outcome.optimizer_tail_s, digits=3),
-            format_bytes(outcome.device_bytes),
-            format_bytes(outcome.host_bytes),
+            human_bytes(outcome.device_bytes),
+            human_bytes(outcome.host_bytes),
         )
     return table
 

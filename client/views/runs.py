@@ -19,8 +19,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from penstock.config.values import human_bytes
 from penstock.daemons.node.main import LAUNCHER
-from penstock.daemons.node.preparing.capacity import human_bytes
 from penstock.host.errors import PenstockError
 from penstock.host.process_identity import start_ticks
 from penstock.host.topology import format_cpus, parse_cpus

@@ -15,13 +15,12 @@ its attention (or state space) and its MLP (or experts; 2 L + 2 blocks: Obscura,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from penstock.host.errors import ConfigError
 from penstock.planner.cost.block_maker import BANDWIDTH_SHARE, BlockMaker, TensorGroup
-from penstock.planner.cost.catalogue import GPUS, MODELS, Gpu
+from penstock.planner.cost.catalogue import Gpu, gpu_named, model_named
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import Costs
 from penstock.planner.cost.frameworks import IDEAL, Framework
@@ -108,8 +107,8 @@ def analytic_costs(
     Raises:
         ConfigError: unknown GPU or model, or an impossible number; says what is accepted.
     """
-    chip = _named("GPU", gpu, GPUS)
-    language_model = _named("model", model, MODELS) if isinstance(model, str) else model
+    chip = gpu_named(gpu)
+    language_model = model_named(model) if isinstance(model, str) else model
     if layers is not None:
         language_model = replace(language_model, num_layers=layers)
     share = chip.efficiency if efficiency is None else efficiency
@@ -170,12 +169,6 @@ def _group(gpu: Gpu, size: int, devices_per_node: int, host: Host) -> TensorGrou
     if size > devices_per_node:
         bandwidth = min(bandwidth, host.nic_bandwidth / devices_per_node)
     return TensorGroup(size=size, bandwidth=bandwidth, latency_s=host.latency_s)
-
-
-def _named(what: str, name: str, known: Mapping[str, _Entry]) -> _Entry:
-    if name not in known:
-        raise ConfigError(f"{what} {name!r} is not in the catalogue; known: {', '.join(known)}")
-    return known[name]
 
 
 def _cluster(gpu: Gpu, devices_per_node: int, devices_per_switch: int, host: Host) -> Cluster:

@@ -3,10 +3,10 @@
 The module has data only; :mod:`penstock.planner.cost.analytic` makes costs of them. No number is
 fitted to a measured run of a pipeline.
 
-Sources of the GPUs: NVIDIA's data sheets of V100, A100, A800, H100 and H200, and the architecture
-white papers of GA102 and AD102 (RTX 3090 and 4090). Rates are dense tensor rates of 16-bit products
-that accumulate in fp32, memory bandwidth, and NVLink. For the RTX cards the rate with fp32
-accumulation is half of the advertised rate.
+Sources of the GPUs: NVIDIA's data sheets of V100, A100, A800, H100, H200, B200 (of HGX), RTX A6000
+and L40S. RTX 3090, 4090 and 5090: the architecture white papers of GA102, AD102 and GB202.
+Rates are dense tensor rates of 16-bit products that accumulate in fp32, memory bandwidth, and
+NVLink. For the GeForce cards the rate with fp32 accumulation is half of the advertised rate.
 
 ``efficiency`` is the share of the peak that large matrix products reach in steady state.
 :mod:`~penstock.planner.cost.analytic` counts element-wise kernels, bubbles and transfers apart. The
@@ -19,14 +19,18 @@ share is chosen per generation from published model FLOP utilisation (MFU), whic
 - V100: 0.6. The TFLOP/s that SPipe's artifact prints are 0.41 of the peak without recomputation,
   0.55 with it.
 - GeForce cards: 0.75. Their halved accumulation rate is easy to reach.
+- A6000, L40S and B200: 0.6, as of H100. No published run of a pipeline supports the number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from types import MappingProxyType
+from typing import TypeVar
 
+from penstock.host.errors import ConfigError
 from penstock.planner.cost.language_models import (
     Experts,
     FeedForward,
@@ -35,6 +39,8 @@ from penstock.planner.cost.language_models import (
     Mixer,
     StateSpace,
 )
+
+_Entry = TypeVar("_Entry")
 
 PCIE_BANDWIDTH: Mapping[int, float] = MappingProxyType({3: 12.5e9, 4: 25.0e9, 5: 55.0e9})
 """Bytes/s each way that copies from and to pinned host memory reach over 16 lanes, by generation.
@@ -92,6 +98,23 @@ _HOPPER = {
 _GEFORCE = {"memory_bytes": 24e9, "pcie_generation": 4, "efficiency": 0.75}
 _GA102 = {"vector_flops": 35.6e12, "multiprocessors": 82}
 _AD102 = {"vector_flops": 82.6e12, "multiprocessors": 128}
+_GB202 = {
+    "memory_bytes": 32e9,
+    "pcie_generation": 5,
+    "vector_flops": 104.8e12,
+    "multiprocessors": 170,
+}
+_PROFESSIONAL = {"memory_bytes": 48e9, "pcie_generation": 4, "efficiency": 0.6}
+_RTX_A6000 = {"vector_flops": 38.7e12, "multiprocessors": 84, "nvlink_bandwidth": 56.25e9}
+_RTX_L40S = {"vector_flops": 91.6e12, "multiprocessors": 142}
+_BLACKWELL = {
+    "peak_flops": 2250e12,
+    "vector_flops": 80e12,
+    "multiprocessors": 148,
+    "pcie_generation": 5,
+    "efficiency": 0.6,
+    "nvlink_bandwidth": 900e9,
+}
 
 
 def _gpu(name: str, *shared: Mapping[str, float], **own: float) -> Gpu:
@@ -111,8 +134,12 @@ _GPUS = (
     _gpu("A800-PCIE-80", _A100, memory_bytes=80e9, memory_bandwidth=1935e9),
     _gpu("RTX3090", _GEFORCE, _GA102, peak_flops=71e12, memory_bandwidth=936e9),
     _gpu("RTX4090", _GEFORCE, _AD102, peak_flops=165e12, memory_bandwidth=1008e9),
+    _gpu("RTX5090", _GEFORCE, _GB202, peak_flops=209.5e12, memory_bandwidth=1792e9),
+    _gpu("A6000", _PROFESSIONAL, _RTX_A6000, peak_flops=154.8e12, memory_bandwidth=768e9),
+    _gpu("L40S", _PROFESSIONAL, _RTX_L40S, peak_flops=362e12, memory_bandwidth=864e9),
     _gpu("H100", _HOPPER, memory_bytes=80e9, memory_bandwidth=3350e9),
     _gpu("H200", _HOPPER, memory_bytes=141e9, memory_bandwidth=4800e9),
+    _gpu("B200", _BLACKWELL, memory_bytes=180e9, memory_bandwidth=8000e9),
 )
 
 GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in _GPUS})
@@ -128,6 +155,39 @@ def gpu_called(name: str) -> Gpu | None:
     return max(
         alike, key=lambda gpu: sum(word in written for word in gpu.name.split("-")), default=None
     )
+
+
+def gpu_named(name: str) -> Gpu:
+    """Returns the GPU of a name as users write it.
+
+    Raises:
+        ConfigError: the catalogue lacks it; suggests those that are alike.
+    """
+    return _entry("GPU", name, GPUS)
+
+
+def _entry(what: str, name: str, known: Mapping[str, _Entry]) -> _Entry:
+    """Returns an entry by its name, in letters of any size.
+
+    Raises:
+        ConfigError: there is none; suggests those that are alike.
+    """
+    bare = {_bare(each): each for each in known}
+    written = _bare(name)
+    if written in bare:
+        return known[bare[written]]
+    alike = [bare[each] for each in bare if written and (written in each or each in written)]
+    alike += [bare[each] for each in get_close_matches(written, bare, n=3)]
+    alike = list(dict.fromkeys(alike))[:4]
+    hint = f"; did you mean {' or '.join(alike)}?" if alike else ";"
+    raise ConfigError(f"{what} {name!r} is not in the catalogue{hint} known: {', '.join(known)}")
+
+
+def _bare(name: str) -> str:
+    """Returns a name without what people write differently."""
+    for word in ("nvidia", "geforce", " ", "_", "-"):
+        name = name.lower().replace(word, "")
+    return name
 
 
 def peak_flops_of(name: str) -> float | None:
@@ -403,3 +463,12 @@ MODELS: Mapping[str, LanguageModel] = MappingProxyType(
     }
 )
 """Every model by name."""
+
+
+def model_named(name: str) -> LanguageModel:
+    """Returns the model of a name as users write it.
+
+    Raises:
+        ConfigError: the catalogue lacks it; suggests those that are alike.
+    """
+    return _entry("model", name, MODELS)

@@ -13,7 +13,7 @@ from functools import cached_property
 from penstock.config.platforms import Platform
 from penstock.host.errors import ConfigError
 from penstock.planner.cost.block_maker import BANDWIDTH_SHARE
-from penstock.planner.cost.catalogue import GPUS, gpu_called
+from penstock.planner.cost.catalogue import gpu_called, gpu_named
 from penstock.planner.cost.cluster import Cluster
 from penstock.planner.cost.costs import (
     BlockCost,
@@ -90,11 +90,9 @@ def guess_of_gpu(name: str, dtype: DType) -> Guess:
     type of the weights, in which the GPU computes.
 
     Raises:
-        ConfigError: unknown GPU; lists the known ones.
+        ConfigError: unknown GPU; suggests those that are alike.
     """
-    if name not in GPUS:
-        raise ConfigError(f"GPU {name!r} is not in the catalogue; known: {', '.join(GPUS)}")
-    gpu = GPUS[name]
+    gpu = gpu_named(name)
     peak = gpu.vector_flops if dtype is DType.FP32 else gpu.peak_flops
     machine = replace(
         GPU_GUESS.machine,

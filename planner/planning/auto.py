@@ -13,14 +13,19 @@ from typing import Any, Protocol, get_args
 
 from penstock.config.execution import ScheduleConfig
 from penstock.config.schema import Config
-from penstock.config.values import AUTO, CHOSEN_LATER, PAIR
+from penstock.config.values import AUTO, CHOSEN_LATER, PAIR, human_bytes
 from penstock.host.errors import CapacityError, ConfigError
 from penstock.planner.cost.cluster import PREVIEW_SETTLE, OptimizerModel
 from penstock.planner.cost.costs import Costs
 from penstock.planner.cost.profile import Guess
 from penstock.planner.planning.configured import dropped_operators, trainable_plan
 from penstock.planner.planning.overlapped_updates import overlap_as_configured, with_overlap
-from penstock.planner.planning.pipeline import PlanContext, make_plan, try_plan
+from penstock.planner.planning.pipeline import (
+    PlanContext,
+    make_plan,
+    operators_named,
+    try_plan,
+)
 from penstock.planner.planning.plan_search import (
     Progress,
     Search,
@@ -30,7 +35,7 @@ from penstock.planner.planning.plan_search import (
 )
 from penstock.planner.planning.pricing import config_context
 from penstock.planner.planning.search_space import Candidate, Space, known_pass_sets, powers_of_two
-from penstock.planner.render.units import SECONDS, format_bytes
+from penstock.planner.render.units import SECONDS
 from penstock.planner.schemes import SCHEMES
 from penstock.protocol.plan.instructions import Forward, Keep, Recompute
 from penstock.protocol.plan.plan import Plan
@@ -132,11 +137,11 @@ def _recomputed(plan: Plan) -> str:
 def _reasons(search: Search, best: SearchOutcome) -> Iterator[str]:
     """Yields the reasons for the best outcome of a search, in lines."""
     keeps_weights, recomputed = best.keeps[0], _recomputed(best.plan)
-    memory = f" of {format_bytes(search.device_bytes)}" if search.device_bytes < inf else ""
+    memory = f" of {human_bytes(search.device_bytes)}" if search.device_bytes < inf else ""
     yield (
         f"weights {'stay on devices' if keeps_weights else 'are streamed'},"
         f" {recomputed}; a device needs"
-        f" {format_bytes(best.device_bytes)}{memory}"
+        f" {human_bytes(best.device_bytes)}{memory}"
     )
     if not keeps_weights or recomputed != _NOTHING:
         kept = search.fastest.get((True, True))
@@ -223,7 +228,7 @@ def choose(
 class SearchTerms:
     """The terms of a search among all schedules. ``schemes``: those that are tried. ``optimizer``
     replaces the configured one. ``any_plan``: also plans that ``train`` refuses. ``host_bytes``: of
-    a node. ``keep``: most outcomes.
+    a node. ``keep``: most outcomes. ``drops``: sets of operators to try selective recomputation of.
     """
 
     schemes: tuple[str, ...]
@@ -231,6 +236,7 @@ class SearchTerms:
     any_plan: bool = False
     host_bytes: float = inf
     keep: int = 20
+    drops: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,11 +254,11 @@ def search_all(
     config: Config,
     table: BlockTable,
     terms: SearchTerms,
+    capacity: Capacity,
     progress: Progress = lambda done, of, best: None,
     guess: Guess | None = None,
 ) -> SearchedPlan:
-    """Searches among all schedules and micro-batches, not only the configured ones. The memory of
-    the machine's host is no limit.
+    """Searches among all schedules and micro-batches, not only the configured ones.
 
     Raises:
         ConfigError: impossible model or profile.
@@ -261,12 +267,19 @@ def search_all(
     tuned = TunedConfig(
         config=config.with_micro_batch(config.train.micro_batch or 1),
         table=table,
+        capacity=capacity,
         guess=guess,
         optimizer=terms.optimizer,
         any_plan=terms.any_plan,
     )
     everything = tuned.with_schedule({"scheme": AUTO}).with_micro_batch(CHOSEN_LATER)
     space = space_of(everything, len(table.blocks), terms.schemes)
+    if terms.drops:
+        costs = tuned.context(tuned.config.train.micro_batch).prices.costs
+        dropped = [operators_named((name,), costs) for name in terms.drops]
+        modes = list(space.recomputations)
+        modes += [("selective", operators) for operators in dropped]
+        space = replace(space, recomputations=tuple(modes))
     search = tuned.searched(space, progress, keep=terms.keep, host_bytes=terms.host_bytes)
     return SearchedPlan(tuned=tuned, search=search, best=search.required_best())
 
@@ -508,7 +521,7 @@ def _nothing(
     short = [text for kind, text in refused.items() if issubclass(kind, CapacityError)]
     if short or any("memory" in reason for reason in search.left_out):
         limit = search.device_bytes
-        devices = [] if limit == inf else [f"devices have {format_bytes(limit)}"]
+        devices = [] if limit == inf else [f"devices have {human_bytes(limit)}"]
         advice = (
             "use more workers, smaller micro-batches, a smaller model, or raise memory.device_limit"
             " or memory.host_limit"

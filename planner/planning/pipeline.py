@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from penstock.config.execution import DeviceUpdates
+from penstock.config.values import human_bytes
 from penstock.host.errors import ConfigError
 from penstock.planner.cost.cluster import (
     ADVANCE,
@@ -31,7 +32,6 @@ from penstock.planner.memory.footprint import DevicePeak, device_peaks
 from penstock.planner.passes import PASSES, PassContext
 from penstock.planner.passes.activation_budget import with_kept_graphs
 from penstock.planner.planning.build import ScheduleRequest, build_schedule, with_stages
-from penstock.planner.render.units import format_bytes
 from penstock.planner.schedule.replicas import replicate, with_reduction
 from penstock.planner.schedule.schedule import Schedule, lower
 from penstock.planner.simulate import Simulation, simulate
@@ -266,10 +266,10 @@ def _check_memory(peaks: Sequence[DevicePeak], limit: float) -> None:
             ("workspace", peak.workspace_bytes),
             ("optimizer state", peak.static_bytes),
         )
-        parts = ", ".join(f"{name} {format_bytes(value)}" for name, value in uses if value)
+        parts = ", ".join(f"{name} {human_bytes(value)}" for name, value in uses if value)
         raise ConfigError(
-            f"memory.device_limit = {format_bytes(limit)}: device {worst} needs"
-            f" {format_bytes(peak.total_bytes)} ({parts}); {_advice(peak)}"
+            f"memory.device_limit = {human_bytes(limit)}: device {worst} needs"
+            f" {human_bytes(peak.total_bytes)} ({parts}); {_advice(peak)}"
         )
 
 
@@ -291,6 +291,11 @@ def operators_named(words: Sequence[str], costs: Costs) -> tuple[str, ...]:
         ConfigError: nothing named, or a name that the model does not have; lists those it has.
     """
     known = tuple(dict.fromkeys(op.name for block in costs.blocks for op in block.operators))
+    if not known:
+        raise ConfigError(
+            "operators to drop: these costs know no operators; give those of penstock profile"
+            " (--costs p.json)"
+        )
     chosen: dict[str, None] = {}
     for word in words:
         members = OPERATOR_SETS.get(word, (word,))
@@ -301,7 +306,7 @@ def operators_named(words: Sequence[str], costs: Costs) -> tuple[str, ...]:
         chosen |= dict.fromkeys(present)
     if not words:
         raise ConfigError(
-            f"operators to drop: expected names among {', '.join(known) or 'none'}, or of the sets"
+            f"operators to drop: expected names among {', '.join(known)}, or of the sets"
             f" {', '.join(OPERATOR_SETS)}"
         )
     return tuple(chosen)

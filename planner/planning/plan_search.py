@@ -299,9 +299,8 @@ class Search:
         if self.best is None:
             reasons = ", ".join(f"{n} for {reason}" for reason, n in sorted(self.left_out.items()))
             raise CapacityError(
-                f"no schedule fits (left out: {reasons or 'there are no candidates'}); use more"
-                " devices, more memory (--memory, --host-memory), a smaller --global-batch, or"
-                " --all"
+                f"no schedule fits (left out: {reasons or 'there are no candidates'}); try other"
+                " --schemes, a smaller --global-batch, or --all"
             )
         return self.best
 

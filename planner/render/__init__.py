@@ -8,7 +8,7 @@ from __future__ import annotations
 from penstock.planner.render.as_files import png, svg
 from penstock.planner.render.as_text import timeline
 from penstock.planner.render.chart import Caption, chart
-from penstock.planner.render.units import ABSTRACT, SECONDS, TimeUnit, format_bytes
+from penstock.planner.render.units import ABSTRACT, SECONDS, TimeUnit
 
 __all__ = [
     "ABSTRACT",
@@ -16,7 +16,6 @@ __all__ = [
     "Caption",
     "TimeUnit",
     "chart",
-    "format_bytes",
     "png",
     "svg",
     "timeline",

@@ -48,15 +48,6 @@ ABSTRACT = TimeUnit(abstract=True)
 """The unit of unit costs."""
 
 
-def format_bytes(num_bytes: float) -> str:
-    """Returns bytes in binary units, such as ``1.5 GiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(num_bytes) < 1024.0:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024.0
-    return f"{num_bytes:.1f} TiB"
-
-
 def _nice_step(least: float) -> float:
     """Returns the smallest of 1, 2, 5, 10, 20, … (or 0.1, 0.2, …) that is not below ``least``."""
     power = 10.0 ** math.floor(math.log10(least))

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from math import ceil
 
+from penstock.config.values import human_bytes
 from penstock.host.errors import ConfigError
 from penstock.planner.cost.costs import Costs
 from penstock.planner.memory.footprint import footprints
@@ -144,11 +144,10 @@ def _check_memory(plan: Plan, costs: Costs, memory_limit: float) -> None:
             "workspace": peak.workspace_bytes,
             "what is always there": peak.static_bytes,
         }
-        listed = ", ".join(f"{ceil(value)} {name}" for name, value in parts.items() if value)
-        reason = f"device {device} needs {ceil(peak.total_bytes)} bytes ({listed})"
+        sizes = [f"{human_bytes(value)} {name}" for name, value in parts.items() if value]
+        reason = f"device {device} needs {human_bytes(peak.total_bytes)} ({', '.join(sizes)})"
         message = (
-            f"memory.device_limit = {memory_limit:.0f}: {reason} at instruction {position}"
-            f" ({plan.programs[device][position]}); use more stages, smaller micro-batches or"
-            " schedule.recompute: full"
+            f"memory.device_limit = {human_bytes(memory_limit)}: {reason}; use more stages,"
+            " smaller micro-batches or schedule.recompute: full"
         )
         raise PlanError(plan.programs, message, RuleError(device, position, reason))

@@ -80,7 +80,11 @@ def test_only_config_json_is_read(folder: Path, alone: Path) -> None:
     report = report_of(alone / "config.json", "--workers", "1")
     (alone / "model.safetensors").unlink()
     assert sorted(alone.iterdir()) == before
-    assert report | {"model": ""} == report_of(folder, "--workers", "1") | {"model": ""}
+    whole = report_of(folder, "--workers", "1")
+    for each in (report, whole):
+        for need in each["needs"]:
+            del need["there_bytes"]  # what this machine has free changes
+    assert report | {"model": ""} == whole | {"model": ""}
 
 
 def test_a_gpu_of_the_catalogue_gives_rates_and_memory(alone: Path) -> None:
@@ -89,7 +93,9 @@ def test_a_gpu_of_the_catalogue_gives_rates_and_memory(alone: Path) -> None:
     assert fast["device"] == "cuda" and fast["rates"] == "rates of H100 in the catalogue"
     assert fast["step_seconds"] < slow["step_seconds"] and fast["micro_batch"] == 2
     code, out, err = estimated(alone, *options, "--gpu", "H100", "--device-memory", "10K")
-    assert (code, out) == (3, "") and "raise memory.device_limit" in err
+    assert (code, err) == (0, "") and "not enough memory" in out
+    assert out.splitlines()[-1].startswith("does not fit: memory.device_limit ")
+    assert out.splitlines()[-1].endswith(" of 10.0 KiB")
 
 
 def test_frozen_tensors_take_their_bytes_on_disk_once(alone: Path) -> None:

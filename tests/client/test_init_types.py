@@ -20,7 +20,7 @@ from transformers.utils import logging
 from penstock.client.planning import data_rows, estimate, starting
 from penstock.client.planning.starting import Start, write_start
 from penstock.config.schema import load_config
-from penstock.daemons.node.preparing import prepare as preparing
+from penstock.daemons.node.preparing import tool
 from penstock.daemons.node.preparing.places import with_absolute_paths
 from penstock.host.errors import ConfigError, PenstockError
 from penstock.models.data.rows.row_file import RowLayout
@@ -87,7 +87,7 @@ def outcome(model_type: str, folder: Path) -> str:
 
 @pytest.fixture(name="inlined", autouse=True)
 def _inlined(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (data_rows, estimate, starting, preparing):
+    for module in (data_rows, estimate, starting, tool):
         if hasattr(module, "run_tool"):
             monkeypatch.setattr(module, "run_tool", inline)
     logging.set_verbosity_error()

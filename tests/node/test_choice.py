@@ -109,7 +109,7 @@ def test_a_run_directory_from_the_first_choice_to_another(tmp_path: Path) -> Non
     assert said[-1].startswith("schedule: auto chose ")
 
     before = (run_dir / "resolved.yaml").read_bytes()
-    with pytest.raises(CapacityError, match=r"none of \d+ candidates .* devices have 1.0 MiB"):
+    with pytest.raises(CapacityError, match=r"V100-PCIE-32 memory .* 1.0 MiB  <-- short"):
         prepare_run(config(workers=1, steps=9, limit="1M"), run_dir)
     assert (run_dir / "resolved.yaml").read_bytes() == before
 

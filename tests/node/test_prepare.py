@@ -17,13 +17,13 @@ from tokenizers.processors import TemplateProcessing
 
 from penstock.config.schema import Config, load_config, parse_config
 from penstock.config.training import OptimizerConfig
+from penstock.config.values import human_bytes
 from penstock.config.words import apply_overrides
 from penstock.daemons.node.preparing import tool
 from penstock.daemons.node.preparing.capacity import (
     MachineMemory,
     check_capacity,
     heaviest_machine,
-    human_bytes,
     memory_demands,
 )
 from penstock.daemons.node.preparing.changes import check_resume, find_changes

@@ -415,7 +415,7 @@ def test_device_limit_is_checked(make_table: Tables, make_config: Configs) -> No
     limited = config.model_copy(
         update={"memory": config.memory.model_copy(update={"device_limit": 1024})}
     )
-    with pytest.raises(ConfigError, match=r"memory\.device_limit = 1024"):
+    with pytest.raises(ConfigError, match=r"memory\.device_limit = 1\.0 KiB: device"):
         build_plan(limited, make_table(8))
 
 

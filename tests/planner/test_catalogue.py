@@ -73,8 +73,12 @@ def test_gpus() -> None:
         "A800-PCIE-80": (312, 80),
         "RTX3090": (71, 24),
         "RTX4090": (165, 24),
+        "RTX5090": (209.5, 32),
+        "A6000": (154.8, 48),
+        "L40S": (362, 48),
         "H100": (989, 80),
         "H200": (989, 141),
+        "B200": (2250, 180),
     }
 
 
@@ -196,8 +200,8 @@ def test_cluster() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("A1000", "llama2-7b", 8, 1), "GPU 'A1000' is not in the catalogue; known: V100-16,"),
-        (("H100", "llama", 8, 1), "model 'llama' is not in the catalogue; known: llama2-7b,"),
+        (("A1000", "llama2-7b", 8, 1), "GPU 'A1000' is not in the catalogue; did you mean A100"),
+        (("H100", "llama", 8, 1), "model 'llama' is not in the catalogue; did you mean llama"),
         (("H100", "llama2-7b", 0, 1), "sequence_length = 0: expected 1 or more"),
         (("H100", "llama2-7b", 8, 0), "micro_batch = 0: expected 1 or more"),
     ],

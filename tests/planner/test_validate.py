@@ -180,8 +180,8 @@ def test_device_memory_over_the_limit(small: Plan, make_table: Tables) -> None:
         validate(small, costs=costs, memory_limit=30000)
     message, _, grid = str(caught.value).partition("\n")
     assert message == (
-        "memory.device_limit = 30000: device 0 needs 30720 bytes (16384 weights, 8192 gradients,"
-        " 6144 activations) at instruction 11 (B 3 0); use more stages, smaller micro-batches or"
+        "memory.device_limit = 29.3 KiB: device 0 needs 30.0 KiB (16.0 KiB weights, 8.0 KiB"
+        " gradients, 6.0 KiB activations); use more stages, smaller micro-batches or"
         " schedule.recompute: full"
     )
     assert ">>" in grid

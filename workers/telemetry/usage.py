@@ -13,8 +13,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from penstock.config.values import human_bytes
 from penstock.host.errors import CapacityError
-from penstock.planner.render.units import format_bytes
 from penstock.protocol.plan.instructions import Forward, Instruction, Keep, Program
 
 _WANTED = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", re.IGNORECASE)
@@ -51,7 +51,7 @@ class Usage:
         return sum(self.by_use.values())
 
     def __str__(self) -> str:
-        parts = [f"{use} {format_bytes(self.by_use[use])}" for use in Use if self.by_use.get(use)]
+        parts = [f"{use} {human_bytes(self.by_use[use])}" for use in Use if self.by_use.get(use)]
         return ", ".join(parts) or "nothing"
 
 
@@ -115,10 +115,10 @@ class DeviceMemoryError(CapacityError):
         limit_bytes: float | None,
     ) -> None:
         """Makes the error. ``wanted_bytes``: the refused bytes beyond ``usage``, if known."""
-        shortage = f": {format_bytes(wanted_bytes)} more are needed" if wanted_bytes else ""
-        limit = "" if limit_bytes is None else f" of {format_bytes(limit_bytes)}"
+        shortage = f": {human_bytes(wanted_bytes)} more are needed" if wanted_bytes else ""
+        limit = "" if limit_bytes is None else f" of {human_bytes(limit_bytes)}"
         super().__init__(
-            f"device out of memory{shortage}; in use are {format_bytes(usage.total_bytes)}{limit}"
+            f"device out of memory{shortage}; in use are {human_bytes(usage.total_bytes)}{limit}"
             f" ({usage}); what would help: {_help(program)}"
         )
 

@@ -29,7 +29,7 @@ from penstock.client.views.report.incidents import IncidentKind
 from penstock.client.views.report.readings import set_of
 from penstock.config.evaluation import EVAL
 from penstock.config.training import MAX_RUN_NAME
-from penstock.planner.render.units import format_bytes
+from penstock.config.values import human_bytes
 
 SHOWN_INCIDENTS = 200
 SHOWN_STEPS = 12
@@ -199,8 +199,8 @@ def memory(facts: RunFacts) -> Chapter:
         rows = [
             (
                 f"device {device.device}",
-                format_bytes(device.measured.num_bytes),
-                format_bytes(device.planned_bytes),
+                human_bytes(device.measured.num_bytes),
+                human_bytes(device.planned_bytes),
                 f"{device.error:+.1%}",
                 device.measured.during,
             )
@@ -209,7 +209,7 @@ def memory(facts: RunFacts) -> Chapter:
         headings = ("peak of", "measured", "planned", "plan over measured", "during")
         blocks.append(Table(headings=headings, rows=rows, numbers=1))
     elif peak is not None:
-        blocks.append(Words(f"The largest peak of a device was {format_bytes(peak)}."))
+        blocks.append(Words(f"The largest peak of a device was {human_bytes(peak)}."))
     else:
         blocks.append(
             Unknown(
@@ -223,7 +223,7 @@ def memory(facts: RunFacts) -> Chapter:
         sums: dict[tuple[str, str, str], int] = defaultdict(int)
         for row in planned:
             sums[row.place, row.resource.value, row.use] += row.num_bytes
-        needs = [(*key, format_bytes(num_bytes)) for key, num_bytes in sums.items()]
+        needs = [(*key, human_bytes(num_bytes)) for key, num_bytes in sums.items()]
         table = Table(headings=("where", "kind", "for", "bytes"), rows=needs[:400], numbers=3)
         blocks.append(Folded(title="What the plan needs", blocks=[table]))
     return Chapter(name="memory", heading="Memory", blocks=blocks)
@@ -307,7 +307,7 @@ def reproduction(facts: RunFacts) -> Chapter:
             ("processor", software.processor),
         ]
         rows.append(("CPUs", str(software.cpus)))
-        rows.append(("memory", format_bytes(software.memory_bytes)))
+        rows.append(("memory", human_bytes(software.memory_bytes)))
         blocks.append(Table(headings=("with what it was prepared", ""), rows=rows))
     values = flat_config(facts.config)
     kept = {key: values[key] for key in changed_keys(facts.config) if key != "run.dir"}

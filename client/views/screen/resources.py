@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.daemons.node.preparing.capacity import human_bytes
+from penstock.config.values import human_bytes
 from penstock.host.limits.cgroup import MACHINE, MemoryUnknownError, tightest_memory
 from penstock.protocol.generated import scheduler_pb2 as pb
 from penstock.shm.inventory import held_bytes

@@ -15,11 +15,11 @@ from typing import Any
 
 from penstock.client.planning.outputs import heading
 from penstock.client.views.trace.step_report import StepReport
+from penstock.config.values import human_bytes
 from penstock.planner.memory.footprint import device_peaks
 from penstock.planner.planning.pricing import config_prices
 from penstock.planner.render import SECONDS
 from penstock.planner.render.lanes import Picturable
-from penstock.planner.render.units import format_bytes
 from penstock.planner.simulate import Simulation
 from penstock.planner.traces.fitted import Fit
 from penstock.planner.traces.measured import MeasuredAttempt, Measurement
@@ -407,7 +407,7 @@ def memory_lines(devices: Sequence[DeviceMemory]) -> Iterator[str]:
         return
     yield f"{'peak of memory':<22}{'measured':>12}{'planned':>12}"
     for memory in devices:
-        texts = map(format_bytes, (memory.measured.num_bytes, memory.planned_bytes))
+        texts = map(human_bytes, (memory.measured.num_bytes, memory.planned_bytes))
         during = f"   ({memory.measured.during})" if memory.measured.during else ""
         yield (
             f"{f'  device {memory.device}':<22}"

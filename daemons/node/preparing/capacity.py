@@ -12,8 +12,10 @@ import os
 import resource
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from penstock.config.schema import Config
+from penstock.config.values import human_bytes
 from penstock.host.errors import CapacityError
 from penstock.host.limits.cgroup import MemoryLimit, MemoryUnknownError, memory_limits
 from penstock.planner.memory.table import MemoryKind, MemoryRow
@@ -21,35 +23,49 @@ from penstock.protocol.run.hardware.launchers import UNKNOWN, Engine, engine_of
 from penstock.shm.inventory import inventory
 from penstock.shm.segment import free_bytes
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 WORKER_BYTES = 450 * MIB
 """Estimated private bytes of a worker besides its buffers; mostly torch."""
 DAEMON_BYTES = 60 * MIB
 """Private memory of one daemon. An estimate."""
+SHM, HOST = "/dev/shm", "host RAM (/dev/shm and processes)"
+"""Names of the demands that a machine's memory must meet."""
+_MORE_LOCKED = (
+    "Lock as much as /dev/shm holds: ulimit -l unlimited (systemd: LimitMEMLOCK=infinity; Slurm:"
+    " PropagateResourceLimitsExcept=MEMLOCK); or cluster.pin_memory: false, with slower copies"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineMemory:
-    """Memory of a machine, in bytes.
+    """Memory of a machine, in bytes; None without a limit.
 
-    ``held``: bytes that this run's segments, and bases for it, occupy in /dev/shm. ``memlock``:
-    None if unlimited. ``groups``: the control groups that limit this process. ``engine``: the
-    container engine or scheduler that started this process; it supplies the remedies.
+    ``held``: bytes that this run's segments, and bases for it, occupy in /dev/shm. ``device``:
+    bytes of each device that plans may fill. ``groups``: the control groups that limit this
+    process. ``engine``: the container engine or scheduler that started this process; it supplies
+    the remedies. ``is_here``: this machine, as it is now.
     """
 
-    ram_available: int
-    shm_free: int
-    held: int
-    memlock: int | None
+    ram_available: int | None
+    shm_free: int | None
+    held: int = 0
+    memlock: int | None = None
+    device: int | None = None
     groups: tuple[MemoryLimit, ...] = ()
     engine: Engine = UNKNOWN
+    is_here: bool = False
 
     @classmethod
     def probe(
-        cls, run_id: str | None, nodes: Collection[str] | None = None, shared: int = 0
+        cls,
+        run_id: str | None,
+        nodes: Collection[str] | None = None,
+        shared: int = 0,
+        device: int | None = None,
     ) -> MachineMemory:
         """Returns the memory of this machine now. ``nodes``: names of the nodes that ``held``
         counts; None: all. ``shared``: bytes of bases that exist, and that the run would use.
+        ``device``: bytes of a GPU that plans may fill.
 
         Raises:
             CapacityError: the kernel does not report the machine's memory.
@@ -69,8 +85,10 @@ class MachineMemory:
             shm_free=free_bytes(),
             held=held + shared,
             memlock=None if limit == resource.RLIM_INFINITY else limit,
+            device=device,
             groups=tuple(groups),
             engine=engine_of(os.environ),
+            is_here=True,
         )
 
     @property
@@ -96,6 +114,25 @@ class MemoryDemand:
         """True if more is needed than available."""
         return self.available is not None and self.needed > self.available
 
+    @property
+    def name(self) -> str:
+        """The kind of memory without the parts that count in it."""
+        return self.what.partition(" (")[0]
+
+    def __str__(self) -> str:
+        of = "" if self.available is None else f" of {human_bytes(self.available)}"
+        return f"{self.name} {human_bytes(self.needed)}{of}"
+
+    def to_dict(self) -> dict[str, str | int | bool | None]:
+        """Returns the demand for ``--json``."""
+        return {
+            "place": self.place,
+            "what": self.what,
+            "needed_bytes": self.needed,
+            "there_bytes": self.available,
+            "short": self.short,
+        }
+
 
 def memory_demands(
     config: Config, rows: Sequence[MemoryRow], machine: MachineMemory, nodes: Sequence[int]
@@ -118,12 +155,16 @@ def memory_demands(
         table.append(
             MemoryDemand(place=place, what="memory.host_limit", needed=needed, available=limit)
         )
-    table += _device_demands(config, rows)
+    table += _device_demands(config, rows, machine)
     if config.cluster.platform.pins_host_memory and config.cluster.pin_memory:
         needed = sum(shm[node] for node in nodes)
         table.append(
             MemoryDemand(
-                place="machine", what="memlock limit", needed=needed, available=machine.memlock
+                place="machine",
+                what="memlock limit",
+                needed=needed,
+                available=machine.memlock,
+                remedy=_MORE_LOCKED,
             )
         )
     return tuple(table)
@@ -152,19 +193,22 @@ def _machine_demands(
     """Yields what is needed of /dev/shm, of the machine, and of the control group that leaves
     least.
     """
-    needed = shm_bytes + host_bytes
+    needed, held = shm_bytes + host_bytes, machine.held
+    more_shm = machine.engine.more_shm.format(size=f"{ceil(shm_bytes / GIB)}G")
+    if machine.is_here:
+        more_shm += "; penstock doctor lists the runs that hold it now"
     yield MemoryDemand(
         place="machine",
-        what="/dev/shm",
+        what=SHM,
         needed=shm_bytes,
-        available=machine.shm_free + machine.held,
-        remedy=machine.engine.more_shm,
+        available=None if machine.shm_free is None else machine.shm_free + held,
+        remedy=more_shm,
     )
     yield MemoryDemand(
         place="machine",
-        what="host RAM (/dev/shm and processes)",
+        what=HOST,
         needed=needed,
-        available=machine.ram_available + machine.held,
+        available=None if machine.ram_available is None else machine.ram_available + held,
     )
     group = machine.tightest
     if group is not None:
@@ -177,7 +221,9 @@ def _machine_demands(
         )
 
 
-def _device_demands(config: Config, rows: Sequence[MemoryRow]) -> Iterator[MemoryDemand]:
+def _device_demands(
+    config: Config, rows: Sequence[MemoryRow], machine: MachineMemory
+) -> Iterator[MemoryDemand]:
     """Yields the demand of each device. Devices that use host memory are included only if
     ``memory.device_limit`` is set.
     """
@@ -189,23 +235,42 @@ def _device_demands(config: Config, rows: Sequence[MemoryRow]) -> Iterator[Memor
         needed = _sum(rows, place, resource)
         if needed:
             yield MemoryDemand(
-                place=place, what="memory.device_limit", needed=needed, available=limit
+                place=place,
+                what="device memory" if limit is None else "memory.device_limit",
+                needed=needed,
+                available=machine.device if limit is None else limit,
             )
 
 
-def check_capacity(table: Sequence[MemoryDemand]) -> None:
-    """Refuses to start if a demand exceeds its limit.
+def check_capacity(table: Sequence[MemoryDemand], reliefs: Sequence[str] = ()) -> None:
+    """Refuses to start if a demand exceeds its limit. ``reliefs``: lines about keys that need less.
 
     Raises:
-        CapacityError: with the whole table.
+        CapacityError: has :func:`shortage`.
     """
     if any(need.short for need in table):
-        remedies = dict.fromkeys(need.remedy for need in table if need.short and need.remedy)
-        raise CapacityError(
-            "not enough memory:\n" + render_demands(table) + "\nUse a smaller model or batch, more"
-            " stages, or fewer workers; raise the limit; or free /dev/shm (penstock doctor)"
-            + "".join(f". {remedy}" for remedy in remedies)
-        )
+        raise CapacityError(shortage(table, reliefs))
+
+
+def shortage(table: Sequence[MemoryDemand], reliefs: Sequence[str] = ()) -> str:
+    """Returns the table of demands of which some are short, the lines ``reliefs``, and how to get
+    more memory.
+    """
+    short = [need for need in table if need.short]
+    remedies = list(reliefs)
+    remedies += dict.fromkeys(need.remedy for need in short if need.remedy)
+    lines = "".join(f"\n  {line}" for line in remedies)
+    help_lines = f"\nTo need less, or to have more:{lines}" if lines else ""
+    return f"not enough memory:\n{render_demands(table)}{help_lines}"
+
+
+def missing(table: Sequence[MemoryDemand]) -> str:
+    """Returns what is short, each kind of memory once."""
+    worst: dict[str, MemoryDemand] = {}
+    for need in sorted(table, key=lambda need: need.needed):
+        if need.short:
+            worst[need.what] = need
+    return "does not fit: " + "; ".join(map(str, worst.values()))
 
 
 def render_demands(table: Sequence[MemoryDemand]) -> str:
@@ -218,15 +283,6 @@ def render_demands(table: Sequence[MemoryDemand]) -> str:
         mark = "  <-- short" if need.short else ""
         lines.append(f"{need.place:<12} {need.what:<{width}} {sizes}{mark}")
     return "\n".join(lines)
-
-
-def human_bytes(num_bytes: float) -> str:
-    """Returns bytes in words such as ``1.5 GiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(num_bytes) < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"
 
 
 def _host_bytes(config: Config, rows: Sequence[MemoryRow], node: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from penstock.config.schema import Config, load_config
 from penstock.config.values import AUTO, BYTE, CHOSEN_LATER, SDPA
 from penstock.daemons.memory.states import refuse_damage, saved_steps
 from penstock.daemons.monitor.trackers.registry import check_trackers
-from penstock.daemons.node.preparing.capacity import check_capacity
 from penstock.daemons.node.preparing.changes import (
     Change,
     check_resume,
@@ -53,12 +52,13 @@ from penstock.daemons.node.preparing.places import (
 from penstock.daemons.node.preparing.planned_run import (
     HostMachine,
     RunRequest,
-    plan_run,
+    plan_anyway,
     search_lines,
 )
 from penstock.daemons.node.preparing.refusals import unchanged_if_refused
+from penstock.daemons.node.preparing.reliefs import check_fits
 from penstock.daemons.node.preparing.software import Software, check_software
-from penstock.daemons.node.preparing.tool import run_tool
+from penstock.daemons.node.preparing.tool import Progress, run_models_prepare
 from penstock.daemons.node.run_lock import (
     RunLock,
     check_home,
@@ -71,7 +71,6 @@ from penstock.daemons.preload.starting import Starter
 from penstock.host.errors import ConfigError, StateError
 from penstock.host.files import DAMAGED, holds_text, parse_json, write_atomically
 from penstock.host.limits.cgroup import cpu_limit
-from penstock.host.limits.scratch import scratch_folder
 from penstock.host.logind_check import logout_risk
 from penstock.planner.cost.emulation import Emulation
 from penstock.protocol.plan.groups import check_groups
@@ -84,13 +83,9 @@ from penstock.protocol.run.hardware.placement import check_cores
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.security.addresses import check_addresses
 from penstock.shm.inventory import inventory
-from penstock.shm.table import BlockTable
 
 IMPORTING = "importing.json"
 """File of a run directory while ``penstock import`` fills it. It names the checkpoint."""
-
-Progress = Callable[[str], None]
-"""Takes a line about the work in progress, or its result."""
 
 PREVIOUS_PREPARATION_WAIT_S = 30.0
 """Seconds to wait for an earlier preparation. It dies with its parent, but not immediately."""
@@ -259,12 +254,12 @@ def _make_ready(
     first = config.cluster.nodes[nodes[0]].name
     shared = present_bytes(directory, config, first)
     machine = HostMachine.here(config, directory.run_id, shared=shared)
-    run = plan_run(request, machine, search_lines(progress))
+    run = plan_anyway(request, machine, search_lines(progress))
+    check_fits(run)
     for line in filter(None, (run.trained, run.choice)):
         progress(line)
     is_required = run.config.model.compile is True
     config = first_guess(run.config, run.plan, progress)
-    check_capacity(run.demands)
     # Only now: a configuration that was refused leaves the one of the run in place.
     if config.data.tokens is not None and not makes_inputs:
         move_tokens(directory, config.data.tokens)
@@ -378,52 +373,6 @@ def warn_if_open(run_dir: Path, progress: Progress) -> None:
             f"warning: {run_dir} has mode {mode:04o}: every user of this machine may replace files"
             " of the run there. Forbid it (chmod o-w)"
         )
-
-
-def table_of(config: Config, *, config_only: bool = False) -> BlockTable:
-    """Returns the block table of a configuration that has no run directory; at full size.
-    ``config_only``: of a model folder only ``config.json`` is read.
-
-    Raises:
-        ConfigError: the model is impossible.
-    """
-    if config.cluster.platform.builtin_model:
-        return Emulation.of(with_absolute_paths(config)).table
-    with scratch_folder("plan") as directory:
-        RunDirectory.create(directory)
-        text = with_absolute_paths(config).to_yaml()
-        write_atomically(directory / "resolved.yaml", text)
-        run_models_prepare(config, directory, "--config-only" if config_only else "--table-only")
-        return RunDirectory(directory).table
-
-
-def run_models_prepare(
-    config: Config,
-    run_dir: Path,
-    *arguments: str,
-    progress: Progress = lambda message: None,
-    lock: RunLock | None = None,
-    starter: Starter | None = None,
-    module: str = "penstock.models.prepare",
-) -> None:
-    """Makes block table and data of a run directory in a separate process. The process reports its
-    progress and holds ``lock`` until it ends. ``module`` is the tool.
-
-    Raises:
-        PenstockError: the process failed; see
-            :func:`penstock.daemons.node.preparing.tool.run_tool`.
-    """
-    log = run_dir / "logs" / "prepare.txt"
-    run_tool(
-        module,
-        str(run_dir),
-        *arguments,
-        log=log,
-        progress=progress,
-        keeps=() if lock is None else (lock.descriptor,),
-        starter=starter,
-        silence_s=config.cluster.heartbeat_timeout_s,
-    )
 
 
 def _previous(run_dir: Path, progress: Progress) -> Config | None:

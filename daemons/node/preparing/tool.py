@@ -9,7 +9,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from penstock.config.schema import Config
 from penstock.daemons.node.machine.machine import describe_exit
+from penstock.daemons.node.preparing.places import with_absolute_paths
+from penstock.daemons.node.run_lock import RunLock
 from penstock.daemons.preload.client import ChildProcess
 from penstock.daemons.preload.starting import Spawning, Starter
 from penstock.host.errors import (
@@ -19,9 +22,16 @@ from penstock.host.errors import (
     LostMemberError,
     PenstockError,
 )
-from penstock.host.files import make_directory, writing
+from penstock.host.files import make_directory, write_atomically, writing
+from penstock.host.limits.scratch import scratch_folder
 from penstock.host.requirements import check_torch
 from penstock.host.stopping import StoppedDetector
+from penstock.planner.cost.emulation import Emulation
+from penstock.protocol.run.rundir import RunDirectory
+from penstock.shm.table import BlockTable
+
+Progress = Callable[[str], None]
+"""Takes a line about the work in progress, or its result."""
 
 TIMEOUT_S = 3600.0
 """Seconds without a line from a process after which it hangs. Long work says how far it is."""
@@ -34,7 +44,7 @@ def run_tool(
     module: str,
     *arguments: str,
     log: Path | None = None,
-    progress: Callable[[str], None] = lambda line: None,
+    progress: Progress = lambda line: None,
     keeps: tuple[int, ...] = (),
     starter: Starter | None = None,
     silence_s: float = SILENCE_S,
@@ -164,3 +174,49 @@ class _Watchdog(threading.Thread):
         self._over.set()
         if self.is_alive():
             self.join()
+
+
+def table_of(config: Config, *, config_only: bool = False) -> BlockTable:
+    """Returns the block table of a configuration that has no run directory; at full size.
+    ``config_only``: of a model folder only ``config.json`` is read.
+
+    Raises:
+        ConfigError: the model is impossible.
+    """
+    if config.cluster.platform.builtin_model:
+        return Emulation.of(with_absolute_paths(config)).table
+    with scratch_folder("plan") as directory:
+        RunDirectory.create(directory)
+        text = with_absolute_paths(config).to_yaml()
+        write_atomically(directory / "resolved.yaml", text)
+        run_models_prepare(config, directory, "--config-only" if config_only else "--table-only")
+        return RunDirectory(directory).table
+
+
+def run_models_prepare(
+    config: Config,
+    run_dir: Path,
+    *arguments: str,
+    progress: Progress = lambda message: None,
+    lock: RunLock | None = None,
+    starter: Starter | None = None,
+    module: str = "penstock.models.prepare",
+) -> None:
+    """Makes block table and data of a run directory in a separate process. The process reports its
+    progress and holds ``lock`` until it ends. ``module`` is the tool.
+
+    Raises:
+        PenstockError: the process failed; see
+            :func:`penstock.daemons.node.preparing.tool.run_tool`.
+    """
+    log = run_dir / "logs" / "prepare.txt"
+    run_tool(
+        module,
+        str(run_dir),
+        *arguments,
+        log=log,
+        progress=progress,
+        keeps=() if lock is None else (lock.descriptor,),
+        starter=starter,
+        silence_s=config.cluster.heartbeat_timeout_s,
+    )

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 class Engine:
     """Something that starts processes within limits. ``variable``: set in what it starts.
 
-    ``more_cpus`` (with ``{n}``), ``more_memory``, ``more_shm``: sentences that name the option for
-    more.
+    ``more_cpus`` (with ``{n}``), ``more_memory``, ``more_shm`` (some with ``{size}``): sentences
+    that name the option for more.
     """
 
     name: str
@@ -23,7 +23,7 @@ class Engine:
     more_shm: str
 
 
-_REMOUNT = "Enlarge /dev/shm (as root: mount -o remount,size=… /dev/shm)"
+_REMOUNT = "Enlarge /dev/shm (as root: mount -o remount,size={size} /dev/shm)"
 
 ENGINES = (
     Engine(
