@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from penstock.planner.render.chart import Caption, Panel, chart, compared
+from penstock.planner.render.chart import WIDE, Caption, Columns, Panel, chart, compared
 from penstock.planner.render.drawing import Anchor, Drawing, LineSegment, Rectangle, Text
 from penstock.planner.render.lanes import Picturable
 
@@ -44,9 +44,9 @@ def png(simulation: Picturable, caption: Caption | None = None) -> bytes:
     return png_of(chart(simulation, caption))
 
 
-def compared_svg(upper: Panel, lower: Panel) -> str:
+def compared_svg(upper: Panel, lower: Panel, columns: Columns = WIDE) -> str:
     """Returns two time lines, one over the other on one axis, as an SVG document."""
-    return svg_of(compared(upper, lower))
+    return svg_of(compared(upper, lower, columns))
 
 
 def compared_png(upper: Panel, lower: Panel) -> bytes:

@@ -7,6 +7,7 @@ among the stages of its device, numbers the micro-batch. Idle time is hatched.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -31,11 +32,11 @@ from penstock.planner.render.units import SECONDS, TimeUnit
 from penstock.planner.simulate import Span
 from penstock.protocol.plan.semantics import Lane
 
-_LABEL_WIDTH = 104.0
-_CHART_WIDTH = 1260.0
-_RIGHT_WIDTH = 96.0
 _TOP = 62.0
+_LINE = 18.0
+"""Pixels from one line of the heading to the next."""
 _LEGEND_LINE = 20.0
+_NOTE_LINE = 14.0
 _MARGIN = 12.0
 _BELOW = 30.0
 """Pixels between the upper panel's axis and the lower panel."""
@@ -45,6 +46,39 @@ _OUTLINED_FROM = 3.0
 """Narrower boxes have no outline: it would hide them."""
 _LANE_NAMES = {"link": "send", "reduce": "collective"}
 Shape = Rectangle | LineSegment | Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """Widths in pixels: the names of rows, the chart, and the idle shares at the right.
+
+    Titles and the legend start at ``title_x``.
+    """
+
+    labels: float
+    chart: float
+    right: float
+    title_x: float
+
+    @property
+    def total(self) -> float:
+        """Width of the picture."""
+        return self.labels + self.chart + self.right
+
+    @property
+    def num_ticks(self) -> int:
+        """Largest number of numbers below the chart, each with 75 pixels or more."""
+        return int(self.chart / 75.0)
+
+    def lines(self, text: str, size: float) -> list[str]:
+        """Returns a text in lines that end before the right edge."""
+        room = self.total - self.title_x - _MARGIN
+        return textwrap.wrap(text, int(room / (0.6 * size))) or [""]
+
+
+WIDE = Columns(labels=104.0, chart=1260.0, right=96.0, title_x=104.0)
+NARROW = Columns(labels=92.0, chart=300.0, right=78.0, title_x=_MARGIN)
+"""For the window of a phone: texts keep their size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,22 +95,23 @@ Panel = tuple[Picturable, Caption]
 
 def chart(simulation: Picturable, caption: Caption | None = None) -> Drawing:
     """Returns the whole picture. Its width is fixed, its height follows from the rows."""
-    return _Chart(simulation, caption or Caption()).draw()
+    return _Chart(simulation, caption or Caption(), WIDE).draw()
 
 
-def compared(upper: Panel, lower: Panel) -> Drawing:
+def compared(upper: Panel, lower: Panel, columns: Columns = WIDE) -> Drawing:
     """Returns both charts, the first above. The axis is as long as the longer time line."""
     axis_s = max(upper[0].makespan_s, lower[0].makespan_s)
     shapes: list[Shape] = []
     y = 0.0
-    panels = [_Panel(simulation, caption, axis_s) for simulation, caption in (upper, lower)]
+    panels = [
+        _Panel(simulation, caption, columns, axis_s) for simulation, caption in (upper, lower)
+    ]
     for panel in panels:
         drawn, height = panel.body()
         shapes += (_lowered(shape, y) for shape in drawn)
         y += height
     legend, end = panels[1].legend_with(panels[0], y + 4.0)
-    width = _LABEL_WIDTH + _CHART_WIDTH + _RIGHT_WIDTH
-    return Drawing(width=width, height=end, shapes=(*shapes, *legend))
+    return Drawing(width=columns.total, height=end, shapes=(*shapes, *legend))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,28 +133,32 @@ class _Heights:
 
 
 class _Chart:
-    def __init__(self, simulation: Picturable, caption: Caption) -> None:
+    def __init__(self, simulation: Picturable, caption: Caption, columns: Columns) -> None:
         self._simulation = simulation
         self._caption = caption
+        self._columns = columns
+        self._heading = columns.lines(caption.heading, 15.0)
+        self._top = _TOP + _LINE * (len(self._heading) - 1)
         self._rows = rows_of(simulation)
         self._heights = _Heights.of(len(simulation.devices))
-        self._scale = _CHART_WIDTH / simulation.makespan_s if simulation.makespan_s > 0.0 else 0.0
+        makespan_s = simulation.makespan_s
+        self._scale = columns.chart / makespan_s if makespan_s > 0.0 else 0.0
         self._digits = len(str(_largest_number(self._rows)))
 
     def draw(self) -> Drawing:
         rows, bottom = self._all_rows()
         legend, end = self._legend(bottom + 34.0)
         shapes = [*self._title(), *self._axis(bottom), *rows, *self._marks(bottom), *legend]
-        return Drawing(
-            width=_LABEL_WIDTH + _CHART_WIDTH + _RIGHT_WIDTH, height=end, shapes=tuple(shapes)
-        )
+        return Drawing(width=self._columns.total, height=end, shapes=tuple(shapes))
 
     def _x(self, time_s: float) -> float:
-        return _LABEL_WIDTH + time_s * self._scale
+        return self._columns.labels + time_s * self._scale
 
     def _title(self) -> Iterator[Shape]:
         simulation, unit = self._simulation, self._caption.unit
-        yield Text(x=_LABEL_WIDTH, y=18.0, text=self._caption.heading, size=15.0, bold=True)
+        x, y = self._columns.title_x, 18.0
+        for number, line in enumerate(self._heading):
+            yield Text(x=x, y=y + number * _LINE, text=line, size=15.0, bold=True)
         figures = [
             f"{'makespan' if simulation.optimizer_tail_s > 0.0 else 'takes'}"
             f" {unit.format(simulation.makespan_s)}",
@@ -127,12 +166,14 @@ class _Chart:
         ]
         if simulation.optimizer_tail_s > 0.0:
             figures.append(f"optimizer tail {unit.format(simulation.optimizer_tail_s)}")
-        yield Text(x=_LABEL_WIDTH, y=38.0, text="   ·   ".join(figures), size=12.0)
+        yield Text(x=x, y=self._top - 24.0, text="   ·   ".join(figures), size=12.0)
 
     def _axis(self, bottom: float) -> Iterator[Shape]:
-        for time_s, text in self._caption.unit.ticks(self._simulation.makespan_s, at_most=16):
+        for time_s, text in self._caption.unit.ticks(
+            self._simulation.makespan_s, at_most=self._columns.num_ticks
+        ):
             x = self._x(time_s)
-            yield LineSegment(x1=x, y1=_TOP - 4.0, x2=x, y2=bottom + 4.0, colour=GRID)
+            yield LineSegment(x1=x, y1=self._top - 4.0, x2=x, y2=bottom + 4.0, colour=GRID)
             yield Text(x=x, y=bottom + 14.0, text=text, anchor=Anchor.MIDDLE, colour=FAINT_INK)
 
     def _marks(self, bottom: float) -> Iterator[Shape]:
@@ -141,19 +182,19 @@ class _Chart:
         if simulation.optimizer_tail_s <= 0.0:
             return
         x = self._x(simulation.pipeline_s)
-        yield LineSegment(x1=x, y1=_TOP - 4.0, x2=x, y2=bottom, colour=FAINT_INK, dashed=True)
+        yield LineSegment(x1=x, y1=self._top - 4.0, x2=x, y2=bottom, colour=FAINT_INK, dashed=True)
         yield Text(
             x=x,
-            y=_TOP - 10.0,
+            y=self._top - 10.0,
             text="last computation",
             size=10.0,
-            anchor=Anchor.END if x > _LABEL_WIDTH + 100.0 else Anchor.START,
+            anchor=Anchor.END if x > self._columns.labels + 100.0 else Anchor.START,
             colour=FAINT_INK,
         )
 
     def _all_rows(self) -> tuple[list[Shape], float]:
         shapes: list[Shape] = []
-        y = _TOP
+        y = self._top
         labelled = -100.0
         for key, group in groupby(self._rows, key=lambda r: (r.lane is Lane.OPTIMIZER, r.place)):
             rows = list(group)
@@ -181,7 +222,7 @@ class _Chart:
                     yield self._idle_share(row.place, y + height / 2, size)
             elif heights.thin >= 8.0:
                 yield Text(
-                    x=_LABEL_WIDTH - 6.0,
+                    x=self._columns.labels - 6.0,
                     y=y + height / 2,
                     text=_LANE_NAMES.get(row.lane.value, row.lane.value),
                     size=8.5,
@@ -192,7 +233,7 @@ class _Chart:
 
     def _idle_share(self, device: int, y: float, size: float) -> Text:
         idle = self._simulation.devices[device].idle_s / max(self._simulation.pipeline_s, 1e-300)
-        x = _LABEL_WIDTH + _CHART_WIDTH + 8.0
+        x = self._columns.labels + self._columns.chart + 8.0
         return Text(x=x, y=y, text=f"idle {idle:.1%}", size=size - 1.0, colour=FAINT_INK)
 
     def _height(self, row: ChartRow) -> float:
@@ -208,10 +249,9 @@ class _Chart:
         shapes: list[Shape] = []
         height = self._height(row)
         if row.lane is Lane.COMPUTE:
-            end = self._x(self._simulation.pipeline_s) - _LABEL_WIDTH
-            shapes.append(
-                Rectangle(x=_LABEL_WIDTH, y=y, width=end, height=height, fill=IDLE, hatched=True)
-            )
+            left = self._columns.labels
+            end = self._x(self._simulation.pipeline_s) - left
+            shapes.append(Rectangle(x=left, y=y, width=end, height=height, fill=IDLE, hatched=True))
         tall = row.lane in (Lane.COMPUTE, Lane.OPTIMIZER)
         track_height = height / len(row.tracks) if tall else self._heights.thin
         for number, track in enumerate(row.tracks):
@@ -277,11 +317,11 @@ class _Chart:
         entries = [(kind.name, kind.colour) for code, kind in KINDS.items() if code in present]
         entries.append(("idle", ""))
         shapes: list[Shape] = []
-        x = _LABEL_WIDTH
+        left = x = self._columns.title_x
         for name, colour in entries:
             text = Text(x=x + 18.0, y=y + 6.0, text=name)
-            if x + 18.0 + text.width > _LABEL_WIDTH + _CHART_WIDTH:
-                x, y = _LABEL_WIDTH, y + _LEGEND_LINE
+            if x + 18.0 + text.width > self._columns.labels + self._columns.chart:
+                x, y = left, y + _LEGEND_LINE
                 text = Text(x=x + 18.0, y=y + 6.0, text=name)
             fill = colour or IDLE
             shapes += [
@@ -294,17 +334,21 @@ class _Chart:
             " of a device, first to last."
         )
         y += _LEGEND_LINE + 4.0
-        shapes.append(Text(x=_LABEL_WIDTH, y=y, text=note, size=10.0, colour=FAINT_INK))
+        for number, line in enumerate(self._columns.lines(note, 10.0)):
+            y += _NOTE_LINE if number else 0.0
+            shapes.append(Text(x=left, y=y, text=line, size=10.0, colour=FAINT_INK))
         return shapes, y + _MARGIN
 
 
 class _Panel(_Chart):
     """A chart without a legend; its axis may be longer than its time line."""
 
-    def __init__(self, simulation: Picturable, caption: Caption, axis_s: float) -> None:
-        super().__init__(simulation, caption)
+    def __init__(
+        self, simulation: Picturable, caption: Caption, columns: Columns, axis_s: float
+    ) -> None:
+        super().__init__(simulation, caption, columns)
         self._axis_s = axis_s
-        self._scale = _CHART_WIDTH / axis_s if axis_s > 0.0 else 0.0
+        self._scale = columns.chart / axis_s if axis_s > 0.0 else 0.0
 
     def body(self) -> tuple[list[Shape], float]:
         """Returns the chart's shapes from 0 down, and its height in pixels."""
@@ -318,9 +362,9 @@ class _Panel(_Chart):
         return self._legend(y)
 
     def _axis(self, bottom: float) -> Iterator[Shape]:
-        for time_s, text in self._caption.unit.ticks(self._axis_s, at_most=16):
+        for time_s, text in self._caption.unit.ticks(self._axis_s, at_most=self._columns.num_ticks):
             x = self._x(time_s)
-            yield LineSegment(x1=x, y1=_TOP - 4.0, x2=x, y2=bottom + 4.0, colour=GRID)
+            yield LineSegment(x1=x, y1=self._top - 4.0, x2=x, y2=bottom + 4.0, colour=GRID)
             yield Text(x=x, y=bottom + 14.0, text=text, anchor=Anchor.MIDDLE, colour=FAINT_INK)
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import pytest
 
 from penstock.planner.render import ABSTRACT, SECONDS, Caption, chart, png, svg, timeline
-from penstock.planner.render.drawing import LineSegment, Rectangle, Text, ink_on, shade
+from penstock.planner.render.chart import NARROW, compared
+from penstock.planner.render.drawing import Anchor, LineSegment, Rectangle, Text, ink_on, shade
 from penstock.planner.simulate import DeviceTimes, Span
 from penstock.protocol.plan.semantics import Lane
 
@@ -139,6 +140,21 @@ def test_chart_says_what_matters() -> None:
     assert {"forward", "fetch weights", "optimizer", "idle", "last computation"} < set(texts)
     assert "recompute" not in texts
     assert [s.dashed for s in drawing.shapes if isinstance(s, LineSegment)].count(True) == 1
+
+
+def test_a_narrow_comparison_keeps_all_texts_inside() -> None:
+    heading = "measured, attempt 41, the typical one of 57: 1f1b: 2 devices, 4 micro-batches"
+    caption = Caption(heading=heading, unit=ABSTRACT)
+    drawing = compared((TWO_DEVICES, caption), (TWO_DEVICES, Caption()), NARROW)
+    texts = [s for s in drawing.shapes if isinstance(s, Text)]
+    assert [s.text for s in texts if s.bold and s.text] == [heading[:44], heading[45:]]
+    shift = {Anchor.START: 0.0, Anchor.MIDDLE: 0.5, Anchor.END: 1.0}
+    starts = [s.x - shift[s.anchor] * s.width for s in texts]
+    assert min(starts) >= 0.0 and drawing.width == 470.0
+    ends = [start + s.width for start, s in zip(starts, texts, strict=True)]
+    assert max(ends) <= drawing.width
+    boxes = [s for s in drawing.shapes if isinstance(s, Rectangle)]
+    assert max(box.x + box.width for box in boxes) <= NARROW.labels + NARROW.chart
 
 
 def test_boxes_too_narrow_for_the_largest_number_have_none() -> None:

@@ -90,6 +90,8 @@ def test_the_page_says_what_the_files_of_the_run_say(plain_run: Path) -> None:
     assert faults["steps with the gradient norm over the limit (amended)"] == ("0",)
     assert rows(page, "simulated")["step"][0].endswith("ms")  # it is traced
     assert "computing" in str(next(s for s in page.sections if s.name == "time").blocks)
+    names = [section.name for section in page.sections]
+    assert names[:5] == ["result", "speed", "time", "trained", "simulated"]
     assert rows(page, "configuration")["train.clip_grad_norm"] == ("null",)
     assert "torch" in rows(page, "again")
     assert "run.dir" in changed_keys(facts.config)
@@ -105,12 +107,12 @@ def test_all_sections_name_one_typical_step(plain_run: Path, tmp_path: Path) -> 
         text,
     )[0]
     drawn = re.findall(r"^(?:makespan|takes) ([\d.]+) ms", text, re.MULTILINE)
-    assert drawn == [measured, simulated]
+    assert drawn == [measured, simulated] * 2  # the wide picture, and the one for phones
     signed = float(percent) * (1.0 if which == "more" else -1.0)
     assert signed == pytest.approx(100.0 * (float(simulated) / float(measured) - 1.0), abs=0.1)
     assert rows(page_of(facts), "simulated")["attempt"] == (f"{measured} ms", f"{simulated} ms")
     named = re.findall(r"median: attempt (\d+)\.|measured, attempt (\d+), the typical one", text)
-    assert len(named) == 2 and len({a or b for a, b in named}) == 1, named
+    assert len(named) == 3 and len({a or b for a, b in named}) == 1, named
     copy = copied(plain_run, tmp_path / "run")  # without its trace
     untraced = "\n".join(read_page(render(page_of(RunFacts.of(copy)))).texts)
     step = int(re.findall(r"median of all steps: step (\d+)\.", untraced)[0])
@@ -147,7 +149,11 @@ def test_a_page_loads_nothing_and_is_whole(plain_run: Path, tmp_path: Path) -> N
     reader = read_page(out.read_text())
     assert reader.loads == [] and reader.open == []
     text = out.read_text()
-    assert text.count("<svg") >= 4 and "default-src 'none'" in text
+    assert (
+        text.count("<svg") >= 5
+        and text.count('<div class="narrow">') == 1
+        and "default-src 'none'" in text
+    )
 
 
 def test_what_is_not_known_says_how_to_get_it(clipped_run: Path) -> None:

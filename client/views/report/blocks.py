@@ -53,9 +53,13 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """An inline SVG with a caption. ``paper``: True if its colours need a white background."""
+    """An inline SVG with a caption. ``paper``: True if its colours need a white background.
+
+    ``narrow`` replaces ``image`` in the window of a phone.
+    """
 
     image: Markup
+    narrow: Markup = field(default_factory=Markup)
     caption: str = ""
     paper: bool = False
     kind: str = "picture"

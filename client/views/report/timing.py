@@ -27,6 +27,7 @@ from penstock.client.views.trace.trace_report import TraceReport
 from penstock.host.files import is_number
 from penstock.planner.render import SECONDS
 from penstock.planner.render.as_files import compared_svg
+from penstock.planner.render.chart import NARROW, WIDE
 from penstock.planner.traces.dependency_graph import Resource
 
 MAX_PICTURE_BYTES = 3 << 20
@@ -215,7 +216,7 @@ def _figures(traced: TraceReport) -> list[Block]:
 
 
 def _picture(traced: TraceReport, facts: RunFacts) -> list[Block]:
-    image = compared_svg(*panels(traced))
+    image, narrow = (compared_svg(*panels(traced), columns) for columns in (WIDE, NARROW))
     if len(image) > MAX_PICTURE_BYTES:
         command = f"penstock trace {facts.run.path} --svg picture.svg"
         return [Unknown(f"The picture of the typical step is too large for this page: {command}")]
@@ -223,7 +224,7 @@ def _picture(traced: TraceReport, facts: RunFacts) -> list[Block]:
         "The typical step above its simulation. Point at a box for its name. Rows are devices; thin"
         " rows are copies and sends. The optimizer follows."
     )
-    return [Picture(image=Markup(image), caption=caption, paper=True)]
+    return [Picture(image=Markup(image), narrow=Markup(narrow), caption=caption, paper=True)]
 
 
 def _share(value: float | None) -> str:
