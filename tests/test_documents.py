@@ -50,7 +50,7 @@ def test_lines_wrap(path: Path) -> None:
 def test_paths_and_links_lead_somewhere(path: Path) -> None:
     lost = []
     for number, line in lines_of_prose(path):
-        # A path alone on a line is a file that a recipe writes; tests/test_recipes.py does it.
+        # A path alone on a line is a file that a recipe writes; tests/test_extending.py does it.
         named = re.findall(rf"(?!^)`((?:{FOLDERS})/[\w/.-]*)`", line)
         lost += [f"{path.name}:{number}: {name}" for name in named if not (ROOT / name).exists()]
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", line):
@@ -64,3 +64,14 @@ def test_the_site_lists_every_page() -> None:
     listed = re.findall(r": ([\w/]+\.md)$", text, re.MULTILINE)
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert pages == set(listed) - {"index.md", "CONTRIBUTING.md", "CHANGELOG.md"}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=document_name)
+def test_comments_stand_above_their_commands(path: Path) -> None:
+    """A comment behind a command is the part that a narrow window hides."""
+    if path.name == "EXTENDING.md":
+        pytest.skip("its blocks are parts of files")
+    text = path.read_text(encoding="utf-8")
+    blocks = re.findall(r"^ *```(?:sh|yaml|)\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    assert [line for line in lines if re.search(r"\S\s+# \S", line)] == []

@@ -25,3 +25,18 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "ARCHITECTURE" / "index.html").exists()
+
+
+def test_tables_and_pictures_name_their_letters() -> None:
+    hooks = pytest.importorskip("bench.site.hooks", reason="pip install 'penstock[docs]'")
+    cells = "<tr><td>a <code>optimizer.master</code></td><td>mini-batches &amp; rows</td></tr>"
+    table = f"<table>\n<thead><tr><th>key</th><th>x</th></tr></thead>{cells}</table>"
+    picture = (
+        '<div class="language-text highlight"><pre><code>a<b>bc</b>\n&lt;-&gt;</code></pre></div>'
+    )
+    html = hooks.on_page_content(table + picture, None, None, None)
+    # 12 letters of code, "batches", and 2 of space in each column
+    assert html == (
+        table.replace("<table>", '<table style="--letters: 23">')
+        + picture.replace("<div ", '<div style="--letters: 3" ')
+    )

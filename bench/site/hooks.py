@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ PAGES = {
     "CHANGELOG.md": "CHANGELOG.md",
 }
 """Files at the top of the repository, and their places in the site."""
+PICTURE = re.compile(r'<div class="language-text highlight">(.*?)</div>', re.DOTALL)
+TABLE = re.compile(r"<table>(.*?)</table>", re.DOTALL)
+CODE_LETTERS = 12
+CELL_PADDING = 2
+"""Letters of space at both sides of a cell."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)((?:#[^)\s]*)?)\)")
 
 
@@ -53,6 +59,47 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return markdown
     folder = posixpath.dirname(place)
     return relinked(markdown, posixpath.join("docs", folder), folder)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Returns a page with the widths of its text pictures and tables, in letters.
+
+    ``site.css`` shrinks letters where the window is narrower.
+    """
+    html = PICTURE.sub(lambda found: _with_width(found[0], _columns(found[1])), html)
+    return TABLE.sub(lambda found: _with_width(found[0], _letters(found[1])), html)
+
+
+def _with_width(element: str, letters: int) -> str:
+    name = element[1:].split(maxsplit=1)[0].split(">")[0]
+    return element.replace(f"<{name}", f'<{name} style="--letters: {letters}"', 1)
+
+
+def _columns(picture: str) -> int:
+    """Returns the length of the longest line of a text picture."""
+    return max(map(len, _text(picture).splitlines()), default=1)
+
+
+def _letters(table: str) -> int:
+    """Returns the letters side by side if each column is as wide as its longest word.
+
+    Code breaks anywhere and takes :data:`CODE_LETTERS` or less.
+    """
+    longest: dict[int, int] = {}
+    for row in re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL):
+        for column, cell in enumerate(re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.DOTALL)):
+            plain = re.sub(r"<code>(.*?)</code>", _shortened, cell, flags=re.DOTALL)
+            words = re.findall(r"[^\s-]+-?", _text(plain))
+            longest[column] = max(longest.get(column, 1), max(map(len, words), default=1))
+    return sum(longest.values()) + CELL_PADDING * len(longest)
+
+
+def _shortened(found: re.Match[str]) -> str:
+    return found[1][:CODE_LETTERS]
+
+
+def _text(html: str) -> str:
+    return unescape(re.sub(r"<[^>]+>", "", html))
 
 
 def relinked(text: str, folder: str, place: str) -> str:

@@ -77,6 +77,7 @@ ELSEWHERE = {
     "penstock chaos tiny.yaml --minutes": "takes 30 minutes; --faults runs",
     "penstock chaos tiny.yaml --reference": "the same",
     "pip install": "needs a package index",
+    "python3 -m venv": "the same",
     "make ": "is a gate, a measurement or an installation of its own",
     "python -m tests.simulation": "tests/simulation",
     "python3 -m bench.gpu": "tests/bench/test_gpu_ladder.py, and a GPU",

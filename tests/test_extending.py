@@ -1,4 +1,4 @@
-"""``docs/RECIPES.md``, followed: every recipe is applied to a copy of the sources and used there.
+"""``docs/EXTENDING.md``, followed: every recipe is applied to a copy of the sources and used there.
 
 A heading says how many files a recipe touches. A line that is a path says where the blocks below it
 go: ``python`` is a new file, ``diff`` an edit of one.
@@ -146,7 +146,7 @@ class Recipe:
 
 def recipes() -> Iterator[Recipe]:
     """Those of the document, in its order."""
-    text = (ROOT / "docs" / "RECIPES.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "EXTENDING.md").read_text(encoding="utf-8")
     for section in text.split("\n## ")[1:]:
         heading = re.match(r"(\w+): (\d+) files?\b", section)
         assert heading is not None, section[:40]
