@@ -78,7 +78,7 @@ class Columns:
 
 WIDE = Columns(labels=104.0, chart=1260.0, right=96.0, title_x=104.0)
 NARROW = Columns(labels=92.0, chart=300.0, right=78.0, title_x=_MARGIN)
-"""For the window of a phone: texts keep their size."""
+"""Columns that fit the window of a phone, with texts of the usual size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
