@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PENSTOCK = Path(sys.executable).with_name("penstock")
 BLOCK = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"(?:\$ )?((?:penstock|make|python3?|pip|sbatch|systemctl|\S+/python) .*)")
-LANGUAGES = {"", "sh", "bash"}
+LANGUAGES = {"", "sh", "bash", "text"}
 
 pytestmark = pytest.mark.xdist_group("pages")
 """Later commands of a page read files of earlier ones."""
