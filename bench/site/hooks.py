@@ -23,8 +23,8 @@ PAGES = {
 }
 """Files at the top of the repository, and their places in the site."""
 PICTURE = re.compile(r'<div class="language-text highlight">(.*?)</div>', re.DOTALL)
-TABLE = re.compile(r"<table>(.*?)</table>", re.DOTALL)
-CODE_LETTERS = 12
+CODE = re.compile(r"(?<=<code>).*?(?=</code>)", re.DOTALL)
+TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 CELL_PADDING = 2
 """Letters of space at both sides of a cell."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)((?:#[^)\s]*)?)\)")
@@ -67,7 +67,13 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
     ``site.css`` shrinks letters where the window is narrower.
     """
     html = PICTURE.sub(lambda found: _with_width(found[0], _columns(found[1])), html)
-    return TABLE.sub(lambda found: _with_width(found[0], _letters(found[1])), html)
+    return TABLE.sub(lambda found: _table(found[0]), html)
+
+
+def _table(table: str) -> str:
+    """Returns a table with its width, whose names in code wrap behind dots and other marks."""
+    table = CODE.sub(lambda found: re.sub(r"([./_=:,-])(?=[\w/])", r"\1<wbr>", found[0]), table)
+    return _with_width(table, _letters(table))
 
 
 def _with_width(element: str, letters: int) -> str:
@@ -81,21 +87,13 @@ def _columns(picture: str) -> int:
 
 
 def _letters(table: str) -> int:
-    """Returns the letters side by side if each column is as wide as its longest word.
-
-    Code breaks anywhere and takes :data:`CODE_LETTERS` or less.
-    """
+    """Returns the letters side by side if each column is as wide as its longest word."""
     longest: dict[int, int] = {}
     for row in re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL):
         for column, cell in enumerate(re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.DOTALL)):
-            plain = re.sub(r"<code>(.*?)</code>", _shortened, cell, flags=re.DOTALL)
-            words = re.findall(r"[^\s-]+-?", _text(plain))
+            words = re.findall(r"[^\s-]+-?", _text(cell.replace("<wbr>", " ")))
             longest[column] = max(longest.get(column, 1), max(map(len, words), default=1))
     return sum(longest.values()) + CELL_PADDING * len(longest)
-
-
-def _shortened(found: re.Match[str]) -> str:
-    return found[1][:CODE_LETTERS]
 
 
 def _text(html: str) -> str:
