@@ -71,7 +71,7 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
 
 
 def _table(table: str) -> str:
-    """Returns a table with its width, whose names in code wrap behind dots and other marks."""
+    """Returns a table with its width. Names in code wrap behind dots and other marks."""
     table = CODE.sub(lambda found: re.sub(r"([./_=:,-])(?=[\w/])", r"\1<wbr>", found[0]), table)
     return _with_width(table, _letters(table))
 
