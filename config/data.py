@@ -13,8 +13,11 @@ from penstock.config.values import (
     DPO,
     MASKED,
     NEXT_TOKEN,
+    ORPO,
+    PAIR_OBJECTIVES,
     RECORD_OBJECTIVES,
     ROW_OBJECTIVES,
+    SIMPO,
     UTF8,
     WEIGHTED,
     Accepts,
@@ -51,8 +54,8 @@ class RecordsConfig(Section):
         " conversation. stanford: the same in Stanford's fixed form of text. tokens: `input_ids`,"
         " and `labels` or masks: `assistant_masks`, and `completion_mask` unless `data.train_on` is"
         " all; 0 at the end of `attention_mask` is padding. preference: `chosen` and `rejected`,"
-        " with `prompt` unless both begin with it. auto: by the columns of each record. With"
-        " `objective: dpo`, chat and alpaca have the prompt of a conversation, and `chosen` and"
+        " with `prompt` unless both begin with it. auto: by the columns of each record. With an"
+        " objective of pairs, chat and alpaca have the prompt of a conversation, and `chosen` and"
         " `rejected` as its answers.",
     )
     columns: Annotated[
@@ -152,6 +155,75 @@ class DpoConfig(Section):
         ge=0.0,
         lt=0.5,
         description="Share of pairs that are taken for swapped (conservative DPO).",
+    )
+
+
+_LIKELIHOOD_MEAN = (
+    "The mean of the likelihood term. tokens: over the tokens of all chosen rows of a step, as in"
+    " TRL. samples: over the pairs, of each one's mean over its tokens, as in LLaMA-Factory."
+)
+_LIKELIHOOD_ON = (
+    "Tokens of the likelihood term: all (of prompt and chosen answer), or completion (of the answer"
+    " alone)."
+)
+
+
+class OrpoConfig(Section):
+    """Odds ratio preference optimization (Hong et al. 2024), with `data.objective: orpo`.
+
+    The loss is `likelihood` times the negative log-likelihood of the chosen rows, less `beta` log
+    sigmoid of the log odds ratio of both answers. Odds are those of the answers' mean
+    log-probabilities of a token. No reference model takes part.
+    """
+
+    beta: float = Field(
+        default=0.1, gt=0.0, description="Factor of the odds ratio's loss: lambda in the paper."
+    )
+    likelihood: float = Field(
+        default=1.0, ge=0.0, description="Factor of the likelihood term; ORPO has 1."
+    )
+    likelihood_on: Literal["all", "completion"] = Field(
+        default="all",
+        description=f"{_LIKELIHOOD_ON} TRL has all, LLaMA-Factory completion.",
+    )
+    likelihood_mean: Literal["tokens", "samples"] = Field(
+        default="tokens", description=_LIKELIHOOD_MEAN
+    )
+
+
+class SimpoConfig(Section):
+    """Simple preference optimization (Meng et al. 2024), with `data.objective: simpo`.
+
+    The margin of a pair is `beta` times the difference of both answers' mean log-probabilities of a
+    token. No reference model takes part.
+    """
+
+    beta: float = Field(
+        default=2.0,
+        gt=0.0,
+        description="Factor of the mean log-probabilities. The paper takes 2 to 10; TRL's default"
+        " is 0.1.",
+    )
+    gamma: float = Field(
+        default=1.0,
+        ge=0.0,
+        description="Margin that a pair should have: the loss is that of the margin less `gamma`."
+        " The paper takes about half of `beta`; TRL's default is 0.5.",
+    )
+    label_smoothing: float = Field(
+        default=0.0, ge=0.0, lt=0.5, description="Share of pairs that are taken for swapped."
+    )
+    likelihood: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="Factor of the likelihood term, `cpo_alpha` of TRL, which has 1 by default."
+        " SimPO has 0.",
+    )
+    likelihood_on: Literal["all", "completion"] = Field(
+        default="completion", description=_LIKELIHOOD_ON
+    )
+    likelihood_mean: Literal["tokens", "samples"] = Field(
+        default="tokens", description=_LIKELIHOOD_MEAN
     )
 
 
@@ -260,20 +332,30 @@ class DataConfig(Section):
     )
     objective: Annotated[
         str,
-        Accepts("next-token, masked, weighted, dpo, or a function such as package.module:name"),
+        Accepts(
+            "next-token, masked, weighted, dpo, orpo, simpo, or a function such as"
+            " package.module:name"
+        ),
     ] = Field(
         default=NEXT_TOKEN,
-        pattern=rf"^({NEXT_TOKEN}|{MASKED}|{WEIGHTED}|{DPO}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
+        pattern=rf"^({NEXT_TOKEN}|{MASKED}|{WEIGHTED}|{'|'.join(PAIR_OBJECTIVES)}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
         description="What is predicted of a sequence: each next token; with encoders such as bert,"
         " masked tokens (drawn again in each pass); with weighted, each next token, with a factor"
         " of its loss: the record's columns `weight` and `weights` (one for each of `input_ids`);"
-        " with dpo, the better of two answers (`data.dpo`);"
+        " with dpo, orpo and simpo, the better of two answers (`data.dpo`, `data.orpo`,"
+        " `data.simpo`);"
         " or what a function says that is given token"
         " numbers of (sequences, `sequence_length` + 1) and returns a `MicroBatch`"
         " (models/data/batch.py).",
     )
     dpo: DpoConfig = Field(
         default=DpoConfig(), description="The loss of pairs, with `objective: dpo`."
+    )
+    orpo: OrpoConfig = Field(
+        default=OrpoConfig(), description="The loss of pairs, with `objective: orpo`."
+    )
+    simpo: SimpoConfig = Field(
+        default=SimpoConfig(), description="The loss of pairs, with `objective: simpo`."
     )
     mask_fraction: float = Field(
         default=0.15,
@@ -320,6 +402,11 @@ class DataConfig(Section):
         " `train.eval_every` is set and `eval_path` is not.",
     )
 
+    @property
+    def has_pairs(self) -> bool:
+        """Returns whether records are pairs of answers."""
+        return self.objective in PAIR_OBJECTIVES
+
     @field_validator("encoding")
     @classmethod
     def _known_encoding(cls, value: str) -> str:
@@ -355,6 +442,25 @@ class DataConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _one_loss_of_pairs(self) -> DataConfig:
+        for name, section in ((DPO, self.dpo), (ORPO, self.orpo), (SIMPO, self.simpo)):
+            if name != self.objective and section != type(section)():
+                given = ", ".join(sorted(_changed(section)))
+                raise ValueError(
+                    f"data.{name}: has {given}, and data.objective is {self.objective}; remove"
+                    f" data.{name}, or set data.objective: {name}"
+                )
+        for name, terms in ((ORPO, self.orpo), (SIMPO, self.simpo)):
+            unused = {"likelihood_on", "likelihood_mean"} & _changed(terms)
+            if unused and not terms.likelihood:
+                key = sorted(unused)[0]
+                raise ValueError(
+                    f"data.{name}.{key} {getattr(terms, key)}: data.{name}.likelihood is 0, so the"
+                    f" loss has no likelihood term; remove the key, or set data.{name}.likelihood"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _rows_of_samples(self) -> DataConfig:
         if self.sources and self.packing == "wrapped" and self.train_on not in ("auto", "all"):
             raise ValueError(
@@ -385,7 +491,7 @@ class DataConfig(Section):
                 f"{objective}, and {'data.tokens' if self.path is None else self.path} has none;"
                 " give data.sources"
             )
-        if self.objective == DPO:
+        if self.has_pairs:
             self._check_pairs()
         if self.packing == "wrapped":
             raise ValueError(
@@ -403,12 +509,20 @@ class DataConfig(Section):
         for key, values in accepted.items():
             if getattr(self, key) not in values:
                 raise ValueError(
-                    f"data.objective dpo: data.{key} is {getattr(self, key)}, and each answer of a"
-                    f" pair is a row in which the answer counts; use {' or '.join(values)}"
+                    f"data.objective {self.objective}: data.{key} is {getattr(self, key)}, and each"
+                    f" answer of a pair is a row in which the answer counts; use"
+                    f" {' or '.join(values)}"
                 )
         for number, source in enumerate(self.sources):
             if source.format not in ("auto", "preference", "chat", "alpaca"):
                 raise ValueError(
-                    f"data.sources[{number}].format {source.format}: data.objective dpo reads pairs"
-                    " of answers; use format preference, chat or alpaca"
+                    f"data.sources[{number}].format {source.format}: data.objective"
+                    f" {self.objective} reads pairs of answers; use format preference, chat or"
+                    " alpaca"
                 )
+
+
+def _changed(section: Section) -> set[str]:
+    """Returns the keys of a section with other values than the defaults."""
+    fields = type(section).model_fields
+    return {name for name in fields if getattr(section, name) != fields[name].default}

@@ -131,7 +131,7 @@ class EvaluationMetric(StrEnum):
     PERPLEXITY = "perplexity"
     TOKEN_ACCURACY = "token_accuracy"
     PAIR_ACCURACY = "pair_accuracy"
-    """Share of pairs of ``data.objective: dpo`` with a margin above 0."""
+    """Share of pairs of answers with a margin above 0."""
 
     @property
     def rises(self) -> bool:

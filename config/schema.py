@@ -43,7 +43,7 @@ from penstock.config.training import (
     RunConfig,
     TrainConfig,
 )
-from penstock.config.values import AUTO, BYTE, CHOSEN_LATER, DPO, PAIR, Accepts
+from penstock.config.values import AUTO, BYTE, CHOSEN_LATER, DPO, ORPO, PAIR, Accepts
 from penstock.config.words import (
     NO_TRANSLATION,
     Section,
@@ -100,26 +100,30 @@ class Config(Section):
         if not self.trains_on_pairs:
             return self
         train, given = self.train, self.train.model_fields_set
+        objective = f"data.objective {self.data.objective}"
         for key in ("global_batch", "micro_batch"):
             if getattr(train, key) % 2 and (key == "global_batch" or key in given):
                 size = getattr(train, key)
                 raise ValueError(
-                    f"train.{key} {size}: with data.objective dpo a pair is two rows, which stay in"
+                    f"train.{key} {size}: with {objective} a pair is two rows, which stay in"
                     f" one micro-batch; use an even number, such as {size + 1}"
                 )
         if train.loss_mean != "tokens":
             raise ValueError(
-                f"train.loss_mean {train.loss_mean}: data.objective dpo has the mean over pairs;"
-                " remove the key"
+                f"train.loss_mean {train.loss_mean}: {objective} has the mean over pairs; remove"
+                " the key"
             )
         if train.label_smoothing:
+            remedy = "remove the key"
+            if self.data.objective != ORPO:
+                remedy = f"data.{self.data.objective}.label_smoothing smooths preferences"
             raise ValueError(
-                f"train.label_smoothing {train.label_smoothing:g}: data.objective dpo has no labels"
-                " to smooth; data.dpo.label_smoothing smooths preferences"
+                f"train.label_smoothing {train.label_smoothing:g}: {objective} has no labels to"
+                f" smooth; {remedy}"
             )
         if self.cluster.platform.builtin_model:
             raise ValueError(
-                f"data.objective dpo: {self.cluster.device!r} makes up its model, which has no"
+                f"{objective}: {self.cluster.device!r} makes up its model, which has no"
                 " log-probabilities; use a real device"
             )
         return self
@@ -327,6 +331,11 @@ class Config(Section):
     @property
     def trains_on_pairs(self) -> bool:
         """Returns whether rows are pairs of answers, which share a micro-batch."""
+        return self.data.has_pairs
+
+    @property
+    def needs_references(self) -> bool:
+        """Returns whether the loss takes log-probabilities of the model at the run's start."""
         return self.data.objective == DPO
 
     @property

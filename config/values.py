@@ -22,14 +22,19 @@ NEXT_TOKEN = "next-token"
 MASKED = "masked"
 WEIGHTED = "weighted"
 DPO = "dpo"
+ORPO = "orpo"
+SIMPO = "simpo"
 """Values of ``data.objective``: each next token, masked tokens, each next token with a weight, or
-the preferred answer of a pair.
+the preferred answer of a pair, by three losses.
 """
 
-ROW_OBJECTIVES = (NEXT_TOKEN, WEIGHTED, DPO)
+PAIR_OBJECTIVES = (DPO, ORPO, SIMPO)
+"""Objectives of pairs of answers; each has a section of its own in ``data``."""
+
+ROW_OBJECTIVES = (NEXT_TOKEN, WEIGHTED, *PAIR_OBJECTIVES)
 """Objectives that take rows of whole samples."""
 
-RECORD_OBJECTIVES = (WEIGHTED, DPO)
+RECORD_OBJECTIVES = (WEIGHTED, *PAIR_OBJECTIVES)
 """Objectives that need columns of records."""
 
 AUTO = "auto"
@@ -178,7 +183,7 @@ the preparation has chosen.
 """
 
 PAIR = 2
-"""Rows of a pair of answers: the least micro-batch of ``data.objective: dpo``, and its divisor."""
+"""Rows of a pair of answers: the least micro-batch of objectives of pairs, and its divisor."""
 
 MicroBatch = Annotated[
     int,

@@ -1,5 +1,5 @@
 """Cross-entropy and log-probabilities in chunks of rows, so that the logits of a large vocabulary
-never exist at once. The losses of pairs follow from log-probabilities.
+never exist at once. :mod:`penstock.models.pair_losses` has the losses of pairs.
 """
 
 from __future__ import annotations
@@ -48,46 +48,23 @@ Moved = Callable[[npt.NDArray[Any]], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairTargets:
-    """:class:`~penstock.models.data.batch.Preferences` on the device. ``counted``: pairs that take
-    part in the loss, (pairs,) bool.
-    """
-
-    references: torch.Tensor
-    counted: torch.Tensor
-    beta: float
-    smoothing: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
     """Labels of rows, (rows,) int64; -100 counts nothing. ``weights``: fp32 factors of the rows'
     losses, (rows,); None: 1. ``smoothing``: share of a label that all tokens have in equal parts.
-    ``pairs``: the loss is that of pairs of sequences, without weights and smoothing.
     """
 
     labels: torch.Tensor
     weights: torch.Tensor | None = None
     smoothing: float = 0.0
-    pairs: PairTargets | None = None
 
     @classmethod
     def of(cls, batch: MicroBatch, moved: Moved, smoothing: float) -> Targets:
         """Returns the targets of a micro-batch on the device of ``moved``."""
-        weights, given = batch.label_weights, batch.preferences
-        pairs = None
-        if given is not None:
-            pairs = PairTargets(
-                references=moved(given.references),
-                counted=moved(batch.pairs),
-                beta=given.beta,
-                smoothing=given.smoothing,
-            )
+        weights = batch.label_weights
         return cls(
             labels=moved(batch.labels).reshape(-1),
             weights=None if weights is None else moved(weights).reshape(-1),
-            smoothing=smoothing if pairs is None else 0.0,
-            pairs=pairs,
+            smoothing=smoothing,
         )
 
     def __getitem__(self, rows: slice) -> Targets:
@@ -128,13 +105,13 @@ class LabelSums:
 
     ``loss`` is that of :func:`chunked_cross_entropy`, fp32. ``right`` counts labels with the
     greatest logit, int64; of equal logits the first one counts. None where it was not counted.
-    Where rows are pairs, ``loss`` is the sum of the pairs' losses, and ``log_probs`` are the summed
-    log-probabilities of each sequence, (sequences,) fp64.
+    Where rows are pairs, ``loss`` is the sum of the pairs' losses, and ``scores`` are those of each
+    sequence, (sequences,) fp64.
     """
 
     loss: torch.Tensor
     right: torch.Tensor | None = None
-    log_probs: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
 
 
 def chunked_scores(
@@ -150,26 +127,6 @@ def chunked_scores(
         losses.append(loss)
         right = right + correct
     return LabelSums(loss=losses[0] if len(losses) == 1 else _added(losses), right=right)
-
-
-def chunked_pairs(
-    head: LossHead, hidden: torch.Tensor, targets: Targets, *, chunk_rows: int
-) -> LabelSums:
-    """Returns the summed losses of pairs of sequences. A loss is -(1 - s) log sigmoid(m) - s log
-    sigmoid(-m), with the smoothing s. The margin m is beta (c - r), where c and r are the
-    log-probabilities of both sequences, less their references.
-    """
-    pairs = targets.pairs
-    assert pairs is not None
-    tokens = chunked_log_probs(head, hidden, targets.labels, chunk_rows=chunk_rows)
-    # fp64: a sequence's log-probability may be thousands of nats, and its ratio near 0.
-    log_probs = tokens.double().reshape(len(pairs.references), -1).sum(dim=1)
-    ratios = log_probs - pairs.references
-    margins = pairs.beta * (ratios[0::2] - ratios[1::2])
-    losses = -(1.0 - pairs.smoothing) * F.logsigmoid(margins)
-    if pairs.smoothing:
-        losses = losses - pairs.smoothing * F.logsigmoid(-margins)
-    return LabelSums(loss=(losses * pairs.counted).sum().float(), log_probs=log_probs.detach())
 
 
 def chunked_log_probs(

@@ -39,9 +39,9 @@ from penstock.models.loss import (
     LossHead,
     Targets,
     chunked_cross_entropy,
-    chunked_pairs,
     chunked_scores,
 )
+from penstock.models.pair_losses import PairTargets, chunked_pairs
 from penstock.models.saved_activations import release_values
 from penstock.models.saved_activations.op_log import tensors_in
 from penstock.models.split_backward.deferred_entries import AtOnce
@@ -73,7 +73,7 @@ class StageOutput:
     ``loss_sum`` is the detached sum over counted tokens, with weights if the batch has some, a
     fp32 scalar in nats (head only; NaN for several chunks until the backward). ``loss`` is the same
     times ``loss_weight`` with its graph. ``right`` counts right predictions of counted tokens (head
-    of a held-out batch only). ``log_probs``: see :class:`~penstock.models.loss.LabelSums`.
+    of a held-out batch only). ``scores``: see :class:`~penstock.models.loss.LabelSums`.
     ``inputs`` are leaves; :meth:`ModelRuntime.backward` returns their gradients. ``stored``: the
     tensors kept for the backward, if the forward had a storage.
     """
@@ -85,7 +85,7 @@ class StageOutput:
     inputs: dict[str, torch.Tensor]
     stored: StoredForward | None = None
     right: torch.Tensor | None = None
-    log_probs: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,7 +317,7 @@ class ModelRuntime:
             inputs=leaves,
             stored=stored,
             right=None if scores is None else scores.right,
-            log_probs=None if scores is None else scores.log_probs,
+            scores=None if scores is None else scores.scores,
         )
 
     def backward(
@@ -474,8 +474,6 @@ class ModelRuntime:
         storage: ForwardStorage | None,
     ) -> LabelSums:
         training = prepared.training
-        smoothing = self._label_smoothing if training else 0.0
-        targets = Targets.of(prepared.batch, self._moved, smoothing)
 
         def logits_of(over: BoundBlock) -> LogitsOf:
             def logits(rows: torch.Tensor) -> torch.Tensor:
@@ -497,8 +495,11 @@ class ModelRuntime:
             finished = self._parts.finish(hidden)
         rows, chunk_rows = finished.reshape(-1, finished.shape[-1]), self._table.rows_of_loss
         head = LossHead(logits_of=logits_of(block), in_backward=in_backward)
-        if targets.pairs is not None:
-            return chunked_pairs(head, rows, targets, chunk_rows=chunk_rows)
+        if prepared.batch.preferences is not None:
+            pairs = PairTargets.of(prepared.batch, self._moved)
+            return chunked_pairs(head, rows, pairs, chunk_rows=chunk_rows)
+        smoothing = self._label_smoothing if training else 0.0
+        targets = Targets.of(prepared.batch, self._moved, smoothing)
         if not (training or torch.is_grad_enabled()):
             return chunked_scores(head.logits_of, rows, targets, chunk_rows=chunk_rows)
         return LabelSums(loss=chunked_cross_entropy(head, rows, targets, chunk_rows=chunk_rows))

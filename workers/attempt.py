@@ -107,7 +107,7 @@ class Attempt:
         """The sending device of each posted receive."""
         self._losses: dict[int, torch.Tensor] = {}
         self._right: dict[int, torch.Tensor] = {}
-        self._log_probs: dict[int, torch.Tensor] = {}
+        self._scores: dict[int, torch.Tensor] = {}
 
     def keep(
         self, kind: TransferKind, stage: int, micro_batch: int, tensors: Mapping[str, torch.Tensor]
@@ -275,8 +275,8 @@ class Attempt:
             self._losses[micro_batch] = output.loss_sum
         if output.right is not None:
             self._right[micro_batch] = output.right
-        if output.log_probs is not None:
-            self._log_probs[micro_batch] = output.log_probs
+        if output.scores is not None:
+            self._scores[micro_batch] = output.scores
 
     @property
     def loss_sum(self) -> float:
@@ -298,13 +298,13 @@ class Attempt:
         """Sums over the pairs of the micro-batches with a loss from this device; None without
         pairs.
         """
-        if not self._log_probs:
+        if not self._scores:
             return None
         counted, right, margin_sum = 0, 0, 0.0
-        for m in sorted(self._log_probs):
+        for m in sorted(self._scores):
             batch = self.job.batches[m]
             assert batch.preferences is not None
-            margins = batch.preferences.margins(self._log_probs[m].cpu().numpy())[batch.pairs]
+            margins = batch.preferences.margins(self._scores[m].cpu().numpy())[batch.pairs]
             counted, right = counted + len(margins), right + int((margins > 0.0).sum())
             margin_sum = added([margin_sum, float(margins.sum())])
         return PairSums(counted=counted, right=right, margin_sum=margin_sum)

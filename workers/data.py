@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,14 +31,15 @@ from penstock.host.files import DAMAGED, parse_json
 from penstock.models.data.batch import (
     IGNORED_LABEL,
     MicroBatch,
-    Preferences,
     weighted_by_sample,
+    with_likelihoods,
 )
 from penstock.models.data.chunks import Checksums
 from penstock.models.data.marks import end_ids
 from penstock.models.data.objectives import Masked, NextToken, Objective, own_objective
+from penstock.models.data.preferences import PairObjective, Preferences
 from penstock.models.data.rows.references import read_references
-from penstock.models.data.rows.row_file import RowFile, RowLayout
+from penstock.models.data.rows.row_file import RowFile, RowLayout, Tokens
 from penstock.protocol.run.checksums import read_checked
 
 _log = logging.getLogger(__name__)
@@ -92,12 +93,12 @@ def open_dataset(data_dir: Path, split: str, config: Config) -> Dataset:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pairs:
     """The terms of the loss of pairs of rows. ``references``, (rows,) fp64: see
-    :class:`~penstock.models.data.batch.Preferences`; None before they are computed.
+    :class:`~penstock.models.data.preferences.Preferences`; None before they are computed, and
+    without a reference.
     """
 
+    objective: PairObjective
     references: NDArray[np.float64] | None
-    beta: float
-    smoothing: float
 
     @classmethod
     def open(
@@ -109,18 +110,34 @@ class Pairs:
             StateError: the references have changed since they were computed.
         """
         return cls(
+            objective=PairObjective.of(config.data),
             references=read_references(data_dir, entry, layout),
-            beta=config.data.dpo.beta,
-            smoothing=config.data.dpo.label_smoothing,
         )
 
-    def preferences(self, rows: NDArray[np.int64]) -> Preferences | None:
-        """Returns the terms of rows, which are whole pairs; None without references."""
-        if self.references is None:
+    def preferences(
+        self, numbers: NDArray[np.int64], rows: Sequence[Tokens], batch: MicroBatch
+    ) -> Preferences | None:
+        """Returns the terms of rows, which are whole pairs, with their tokens and their
+        micro-batch; None before the references are computed.
+        """
+        objective = self.objective
+        if self.references is None and not objective.has_means:
             return None
+        texts = objective.likelihood is not None and objective.likelihood.prompts
         return Preferences(
-            references=self.references[rows], beta=self.beta, smoothing=self.smoothing
+            objective=objective,
+            references=None if self.references is None else self.references[numbers],
+            text_labels=_labels_of_texts(rows, batch) if texts else None,
         )
+
+
+def _labels_of_texts(rows: Sequence[Tokens], batch: MicroBatch) -> NDArray[np.int64]:
+    """Returns labels of all tokens of the chosen rows, in the shape of the batch's labels."""
+    labels = np.full_like(batch.labels, IGNORED_LABEL)
+    for number in range(0, len(rows), PAIR):
+        end = len(rows[number]) - 1
+        labels[number, :end] = batch.input_ids[number, 1 : end + 1]
+    return labels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +201,7 @@ class RowDataset:
             part = slice(start, start + micro_batch)
             batch = layout.batch(rows[part], weights[part])
             if self.pairs is not None:
-                preferences = self.pairs.preferences(numbers[part])
+                preferences = self.pairs.preferences(numbers[part], rows[part], batch)
                 batch = dataclasses.replace(batch, preferences=preferences)
             batches.append(batch)
         return batches
@@ -309,6 +326,7 @@ def micro_batches(
     batches = dataset.read(data_position, global_batch, micro_batch)
     if by_sample:
         batches = weighted_by_sample(batches)
+    batches = with_likelihoods(batches)
     return batches, sum(batch.num_losses for batch in batches)
 
 
@@ -372,6 +390,7 @@ class HeldOutData:
             _without_labels(batch, max(0, rows - start))
             for start, batch in zip(starts, batches, strict=True)
         ]
+        batches = with_likelihoods(batches)
         return batches, sum(batch.num_losses for batch in batches)
 
 

@@ -13,30 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.models.data.preferences import Preferences
+
 IGNORED_LABEL = -100
 """Positions with this label take no part in the loss."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Preferences:
-    """Terms of the losses of a micro-batch's pairs (DPO; Rafailov et al. 2023, equation 7). Row
-    ``2i`` has a chosen answer, and row ``2i + 1`` the rejected one.
-
-    ``references``, (micro_batch,) fp64: the summed log-probabilities of each row's labels by the
-    model at the start of the run. ``smoothing`` is the share of pairs that are taken for swapped
-    (conservative DPO).
-    """
-
-    references: NDArray[np.float64]
-    beta: float
-    smoothing: float = 0.0
-
-    def margins(self, log_probs: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Returns the margin of each pair in nats, (micro_batch / 2,), by the log-probabilities of
-        its rows, (micro_batch,).
-        """
-        ratios = log_probs - self.references
-        return self.beta * (ratios[0::2] - ratios[1::2])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,13 +64,23 @@ class MicroBatch:
         return np.asarray(counted.any(axis=1))
 
     @property
+    def likelihood_tokens(self) -> NDArray[np.int64]:
+        """The tokens of each pair that its likelihood term counts, (micro_batch / 2,): those of the
+        chosen rows. A pair without a counted token has none.
+        """
+        assert self.preferences is not None
+        texts = self.preferences.text_labels
+        counted = (self.labels if texts is None else texts)[0::2] != IGNORED_LABEL
+        return np.asarray(counted.sum(axis=1) * self.pairs)
+
+    @property
     def arrays(self) -> list[NDArray[Any]]:
         """The arrays of embedding and head."""
         arrays: list[NDArray[Any]] = [self.input_ids, self.labels]
         if self.label_weights is not None:
             arrays.append(self.label_weights)
         if self.preferences is not None:
-            arrays.append(self.preferences.references)
+            arrays += self.preferences.arrays
         return arrays
 
     @property
@@ -133,6 +123,31 @@ def weighted_by_sample(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
             weights *= batch.label_weights
         weighted.append(replace(batch, label_weights=weights))
     return weighted
+
+
+def with_likelihoods(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Returns the micro-batches of a global batch with factors of the likelihood term of pairs;
+    batches without such a term stay as they are.
+
+    The sum of the losses is divided by the number N of pairs. So a token has the factor a N / T
+    with T tokens of chosen rows in the global batch, and a / t with t tokens in its own row, where
+    a is the factor of the term.
+    """
+    counts = [b.likelihood_tokens if b.preferences is not None else None for b in batches]
+    total = sum(int(count.sum()) for count in counts if count is not None)
+    num_pairs = sum(batch.num_losses for batch in batches)
+    made = []
+    for batch, count in zip(batches, counts, strict=True):
+        given = batch.preferences
+        term = None if given is None else given.objective.likelihood
+        if given is None or term is None or count is None:
+            made.append(batch)
+            continue
+        divisors = count if term.mean == "samples" else count * 0 + total / max(1, num_pairs)
+        factors = np.zeros(len(count))
+        np.divide(term.factor, divisors, out=factors, where=count > 0)
+        made.append(replace(batch, preferences=replace(given, likelihoods=factors)))
+    return made
 
 
 def places_in_documents(

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 import penstock.models
 from penstock.config.evaluation import EVAL
 from penstock.config.schema import Config
-from penstock.config.values import PAIR
+from penstock.config.values import DPO, PAIR
 from penstock.host.errors import ConfigError, StateError
 from penstock.host.files import parse_json, write_atomically, writing
 from penstock.host.stamps import content_digest
@@ -37,9 +37,10 @@ from penstock.models.binding import TORCH_DTYPES, Borrowed, BoundBlock, pack
 from penstock.models.checkpoints.constants import read_constants
 from penstock.models.checkpoints.files import recorded_files
 from penstock.models.checkpoints.initial import initial_blocks
-from penstock.models.data.batch import MicroBatch, Preferences
+from penstock.models.data.batch import MicroBatch
 from penstock.models.data.cache import Made, NewFile, TokenCache, cached, made_by
 from penstock.models.data.chunks import SAY_EVERY_S, Checksums, ChunkHasher, Progress
+from penstock.models.data.preferences import PairObjective, Preferences
 from penstock.models.data.rows.references import FIELD, NUMBER, references_path
 from penstock.models.data.rows.row_file import RowFile, RowLayout
 from penstock.models.data.token_sources import content_stamps, fingerprint_of
@@ -277,8 +278,8 @@ class _References:
                     autograd=False,
                 )
                 hidden[number] = output.tensors
-                if output.log_probs is not None:
-                    results.append(output.log_probs.cpu().numpy())
+                if output.scores is not None:
+                    results.append(output.scores.cpu().numpy())
                 if time.monotonic() - spoken_s > SAY_EVERY_S:
                     spoken_s = time.monotonic()
                     share = (block.index + (number + 1) / len(batches)) / count
@@ -362,10 +363,10 @@ class _Partial:
 
 
 def _batch(file: RowFile, rows: range) -> MicroBatch:
-    """Returns rows as a micro-batch of pairs with references of 0, which the head leaves alone."""
+    """Returns rows as a micro-batch of pairs, whose scores are their log-probabilities."""
     batch = file.layout.batch([file.row(n) for n in rows])
-    zeros = Preferences(references=np.zeros(len(rows)), beta=1.0)
-    return MicroBatch(input_ids=batch.input_ids, labels=batch.labels, preferences=zeros)
+    sums = Preferences(objective=PairObjective(name=DPO, beta=1.0))
+    return MicroBatch(input_ids=batch.input_ids, labels=batch.labels, preferences=sums)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

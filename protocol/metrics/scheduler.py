@@ -67,7 +67,7 @@ TRAINING = (
         "penstock_evaluation_pair_accuracy",
         "Share of an evaluation set's pairs of answers with a margin above 0.",
         _SET,
-        absent=f"{_UNEVALUATED}, and without data.objective: dpo",
+        absent=f"{_UNEVALUATED}, and without pairs of answers",
     ),
     gauge(
         "penstock_gradient_norm",

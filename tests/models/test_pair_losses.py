@@ -10,13 +10,38 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from penstock.models.data.batch import MicroBatch, Preferences
-from penstock.models.loss import LogitsOf, LossHead, Targets, chunked_log_probs, chunked_pairs
+from penstock.models.data.batch import MicroBatch, with_likelihoods
+from penstock.models.data.preferences import Likelihood, PairObjective, Preferences
+from penstock.models.loss import LogitsOf, LossHead, chunked_log_probs
+from penstock.models.pair_losses import PairTargets, chunked_pairs
 from tests.models.test_loss import CHUNK, Head, gathering
 
 SEQUENCES, LENGTH, BETA = 6, 4, 0.3
 REFERENCES = np.array([-20.0, -9.0, -33.0, -21.0, 0.0, 0.0])
 """The last pair has no counted token."""
+
+OBJECTIVES = (
+    PairObjective(name="dpo", beta=BETA),
+    PairObjective(name="dpo", beta=BETA, smoothing=0.2),
+    PairObjective(
+        name="orpo",
+        beta=1.5,
+        likelihood=Likelihood(factor=1.0, prompts=True, mean="tokens"),
+    ),
+    PairObjective(
+        name="orpo",
+        beta=1.5,
+        likelihood=Likelihood(factor=0.4, prompts=False, mean="samples"),
+    ),
+    PairObjective(name="simpo", beta=2.0, gamma=0.7),
+    PairObjective(
+        name="simpo",
+        beta=2.0,
+        gamma=0.7,
+        smoothing=0.2,
+        likelihood=Likelihood(factor=0.6, prompts=False, mean="tokens"),
+    ),
+)
 
 
 def loss_head(head: Head) -> LossHead:
@@ -30,56 +55,126 @@ def loss_head(head: Head) -> LossHead:
     return LossHead(logits_of=head.logits_over(head.block), in_backward=in_backward)
 
 
-def labels_of(head: Head) -> torch.Tensor:
-    """Labels of the sequences, some of which do not count."""
-    labels = head.labels[: SEQUENCES * LENGTH].reshape(SEQUENCES, LENGTH).clone()
-    labels[1, 2:] = -100
+def labels_of(head: Head) -> tuple[torch.Tensor, torch.Tensor]:
+    """Labels of the sequences, some of which do not count, and those of whole texts."""
+    labels = head.labels[: SEQUENCES * LENGTH].reshape(SEQUENCES, LENGTH).clamp_min(0).clone()
+    texts = labels.clone()
+    labels[0, 0], labels[1, 2:], labels[2, :2] = -100, -100, -100
+    texts[1::2], texts[2, 3:], labels[2, 3:] = -100, -100, -100
     labels[4:] = -100
-    return labels
+    return labels, texts
 
 
 def plain(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, smoothing: float
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    texts: torch.Tensor,
+    objective: PairObjective,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed loss and margins of the pairs, in fp64 by torch's operators."""
+    """Mean loss and margins of the first two pairs, in fp64 by torch's operators."""
     logits = (hidden @ weight.t()).reshape(SEQUENCES, LENGTH, -1).log_softmax(-1)
-    tokens = logits.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
-    totals = (tokens * (labels != -100)).sum(1)
-    ratios = totals - torch.from_numpy(REFERENCES)
-    margins = (BETA * (ratios[0::2] - ratios[1::2]))[:2]
-    losses = -(1 - smoothing) * F.logsigmoid(margins) - smoothing * F.logsigmoid(-margins)
-    return losses.sum(), margins
+    logits, labels, texts = logits[:4], labels[:4], texts[:4]
+
+    def each(kept: torch.Tensor) -> torch.Tensor:
+        return logits.gather(-1, kept.clamp_min(0)[..., None])[..., 0] * (kept != -100)
+
+    sums, sizes = each(labels).sum(1), (labels != -100).sum(1)
+    if objective.name == "dpo":
+        scores = sums - torch.from_numpy(REFERENCES[:4])
+    else:
+        scores = sums / sizes
+    margins = objective.beta * (scores[0::2] - scores[1::2])
+    if objective.name == "orpo":
+        odds = scores.exp() / (1 - scores.exp())
+        losses = -objective.beta * torch.log(torch.sigmoid((odds[0::2] / odds[1::2]).log()))
+    else:
+        s, aim = objective.smoothing, margins - objective.gamma
+        losses = -(1 - s) * F.logsigmoid(aim) - s * F.logsigmoid(-aim)
+    loss, term = losses.mean(), objective.likelihood
+    if term is not None:
+        kept = (texts if term.prompts else labels)[0::2]
+        tokens = -logits[0::2].gather(-1, kept.clamp_min(0)[..., None])[..., 0] * (kept != -100)
+        if term.mean == "tokens":
+            loss = loss + term.factor * tokens.sum() / (kept != -100).sum()
+        else:
+            loss = loss + term.factor * (tokens.sum(1) / (kept != -100).sum(1)).mean()
+    return loss, margins
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def batches_of(head: Head, objective: PairObjective, size: int) -> list[MicroBatch]:
+    """The sequences as a global batch of micro-batches of ``size`` rows."""
+    labels, texts = labels_of(head)
+    prompts = objective.likelihood is not None and objective.likelihood.prompts
+    batches = []
+    for first in range(0, SEQUENCES, size):
+        part = slice(first, first + size)
+        preferences = Preferences(
+            objective=objective,
+            references=REFERENCES[part] if objective.name == "dpo" else None,
+            text_labels=texts[part].numpy() if prompts else None,
+        )
+        batches.append(
+            MicroBatch(
+                input_ids=np.zeros((size, LENGTH), np.int64),
+                labels=labels[part].numpy(),
+                preferences=preferences,
+            )
+        )
+    return with_likelihoods(batches)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
 @pytest.mark.parametrize("chunk_rows", [CHUNK, 5, 100])
+@pytest.mark.parametrize("size", [2, SEQUENCES])
 def test_losses_and_gradients_of_pairs_are_those_of_torch(
-    chunk_rows: int, smoothing: float
+    size: int, chunk_rows: int, objective: PairObjective
 ) -> None:
+    """The likelihood term has its mean over the global batch in micro-batches of any size."""
     head = Head(torch.float32)
-    labels, before = labels_of(head), head.sums.clone()
-    batch = MicroBatch(
-        input_ids=np.zeros((SEQUENCES, LENGTH), np.int64),
-        labels=labels.numpy(),
-        preferences=Preferences(references=REFERENCES, beta=BETA, smoothing=smoothing),
-    )
-    assert (batch.num_losses, batch.pairs.tolist()) == (2, [True, True, False])
-    targets = Targets.of(batch, torch.from_numpy, smoothing=0.5)
-    rows = SEQUENCES * LENGTH
-    sums = chunked_pairs(loss_head(head), head.hidden[:rows], targets, chunk_rows=chunk_rows)
-    (sums.loss * 0.37).backward()
-    hidden = head.hidden.detach()[:rows].double().requires_grad_()
+    before, batches = head.sums.clone(), batches_of(head, objective, size)
+    counted = sum(batch.num_losses for batch in batches)
+    assert counted == 2 and np.concatenate([b.pairs for b in batches]).tolist() == [1, 1, 0]
+    loss, margins = torch.zeros(()), []
+    for number, batch in enumerate(batches):
+        rows = slice(number * size * LENGTH, (number + 1) * size * LENGTH)
+        targets = PairTargets.of(batch, torch.from_numpy)
+        sums = chunked_pairs(loss_head(head), head.hidden[rows], targets, chunk_rows=chunk_rows)
+        (sums.loss * 0.37 / counted).backward()
+        loss = loss + sums.loss.detach()
+        assert sums.scores is not None and batch.preferences is not None
+        margins.append(batch.preferences.margins(sums.scores.numpy())[batch.pairs])
+    count = SEQUENCES * LENGTH
+    hidden = head.hidden.detach()[:count].double().requires_grad_()
     weight = head.block.leaves["weight"].detach().double().requires_grad_()
-    loss, margins = plain(hidden, weight, labels, smoothing)
-    (loss * 0.37).backward()
-    assert sums.log_probs is not None and batch.preferences is not None
-    made = batch.preferences.margins(sums.log_probs.numpy())[batch.pairs]
-    np.testing.assert_allclose(made, margins.detach().numpy(), rtol=1e-5)
-    torch.testing.assert_close(sums.loss.double(), loss, rtol=1e-6, atol=0)
+    expected, wanted = plain(hidden, weight, *labels_of(head), objective)
+    (expected * 0.37).backward()
+    np.testing.assert_allclose(np.concatenate(margins), wanted.detach().numpy(), rtol=1e-5)
+    torch.testing.assert_close(loss.double() / counted, expected, rtol=1e-6, atol=0)
     assert head.hidden.grad is not None and hidden.grad is not None and weight.grad is not None
-    torch.testing.assert_close(head.hidden.grad[:rows].double(), hidden.grad, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(head.hidden.grad[:count].double(), hidden.grad, rtol=1e-5, atol=1e-7)
     added = (head.sums - before).double()
     torch.testing.assert_close(added, weight.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_odds_of_certain_answers_have_finite_losses_and_gradients() -> None:
+    """Logits decide each token of the first answer: its probability is 1 in fp32."""
+    labels = np.array([[1, 1], [1, 1]])
+    objective = PairObjective(name="orpo", beta=0.5)
+    batch = MicroBatch(
+        input_ids=labels, labels=labels, preferences=Preferences(objective=objective)
+    )
+    for certain in ([0, 1], [2, 3], [0, 1, 2, 3]):
+        hidden = torch.zeros(4, 3)
+        hidden[certain, 1] = 200.0
+        hidden.requires_grad_()
+        head = LossHead(logits_of=lambda rows: rows, in_backward=lambda: None)  # type: ignore[arg-type,return-value]
+        targets = PairTargets.of(batch, torch.from_numpy)
+        sums = chunked_pairs(head, hidden, targets, chunk_rows=8)
+        sums.loss.backward()
+        assert hidden.grad is not None and sums.scores is not None
+        assert torch.isfinite(sums.loss) and torch.isfinite(hidden.grad).all()
+        assert float(sums.scores.max()) == 0.0
 
 
 def test_chunks_keep_no_logits() -> None:

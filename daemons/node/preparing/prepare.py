@@ -244,7 +244,7 @@ def _make_ready(
         _write(directory, config, {"resolved.yaml": config.to_yaml()})  # the tool reads attention
         examine("--kernels")
     config = _with_lone_rows(config, run_dir)
-    if config.trains_on_pairs and (makes_inputs or _lacks_references(run_dir)):
+    if config.needs_references and (makes_inputs or _lacks_references(run_dir)):
         _make_references(config, directory, progress, lock, starter)
     config = with_attention(with_known_steps(config, run_dir), chosen_attention(config, run_dir))
     record_places(config, run_dir, anew=makes_inputs and not directory.has_started)
@@ -318,7 +318,7 @@ def _with_lone_rows(config: Config, run_dir: Path) -> Config:
     name = f"train.micro_batch = {config.train.micro_batch}"
     remedies = ["train.micro_batch: 1", f"data.sequence_length to at most {lengths.limit}"]
     if config.trains_on_pairs:
-        name, remedies = "data.objective = 'dpo'", remedies[1:]
+        name, remedies = f"data.objective = {config.data.objective!r}", remedies[1:]
     raise ConfigError(
         f"{name}: samples have {lengths.shortest} to {lengths.longest} tokens, and in this model a"
         f" sample beyond {lengths.limit} changes the rotary frequencies of the other rows of its"

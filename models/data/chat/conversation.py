@@ -226,8 +226,8 @@ def _format(columns: _Columns) -> Format:
         whole = "messages" if is_conversation(columns.fields["chosen"]) else "text"
         name = whole if columns.get("prompt") is None else "completion"
         cause = (
-            " Pairs of chosen and rejected answers train with data.objective: dpo; to train on the"
-            f" chosen ones alone, set columns: {{{name}: chosen}}."
+            " Pairs of chosen and rejected answers train with data.objective: dpo, orpo or simpo;"
+            f" to train on the chosen ones alone, set columns: {{{name}: chosen}}."
         )
     raise ConfigError(
         f"{columns.place}: its columns with values ({given}) are of no known format; needs text,"

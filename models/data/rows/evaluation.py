@@ -17,7 +17,7 @@ import numpy as np
 from penstock.config.data import SourceConfig
 from penstock.config.evaluation import EVAL, EvalConfig, EvaluationSetConfig
 from penstock.config.schema import Config
-from penstock.config.values import DPO, NEXT_TOKEN, WEIGHTED
+from penstock.config.values import NEXT_TOKEN, WEIGHTED
 from penstock.host.errors import ConfigError
 from penstock.host.files import DAMAGED
 from penstock.models.data.chunks import Progress
@@ -48,7 +48,7 @@ def with_training_data(config: Config, source: SourceConfig) -> Config:
         ConfigError: the source is an entry of a registry that cannot be read.
     """
     data = config.data
-    pairs = data.objective == DPO
+    pairs = data.has_pairs
     if source.registry is not None:
         source = registered("data.sources[0]", source, pairs=pairs)
     silent = source.model_copy(update=_OWN_PLACE) == SourceConfig(path="")

@@ -12,7 +12,6 @@ from typing import Any
 from penstock.config.data import DataConfig, SourceConfig
 from penstock.config.schema import Config
 from penstock.config.splits import Split
-from penstock.config.values import DPO
 from penstock.host.errors import ConfigError
 from penstock.models.data.chat.requests import Format, RecordForm
 from penstock.models.data.chunks import Progress
@@ -105,7 +104,7 @@ def _origin(name: str, source: SourceConfig, data: DataConfig, progress: Progres
     key = name if name.endswith("path") else f"{name}.path"
     is_closed = source.registry is not None
     if source.registry is not None:
-        key, source = f"{name}.registry", registered(name, source, pairs=data.objective == DPO)
+        key, source = f"{name}.registry", registered(name, source, pairs=data.has_pairs)
     path = str(source.path)
     split = None if source.split is None else Split.parse(source.split).name
     matched = find_source(path, key=key, encoding=data.encoding, any_records=True, split=split)

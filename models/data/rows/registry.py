@@ -174,11 +174,11 @@ class _Entry:
         ranking = self.fields.get("ranking", False)
         if not isinstance(ranking, bool) or ranking != pairs:
             remedy = (
-                "data.objective dpo reads pairs of answers; set ranking: true, and columns chosen"
-                " and rejected"
+                "data.objective dpo, orpo and simpo read pairs of answers; set ranking: true, and"
+                " columns chosen and rejected"
                 if pairs
-                else "pairs of answers train with data.objective dpo; set it, or map the chosen"
-                " answer to a response without ranking"
+                else "pairs of answers train with data.objective dpo, orpo or simpo; set one, or"
+                " map the chosen answer to a response without ranking"
             )
             raise self._refused("ranking", ranking, remedy)
         columns = self._mapping("columns")

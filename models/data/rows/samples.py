@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from penstock.config.data import DataConfig
-from penstock.config.values import DPO, WEIGHTED
+from penstock.config.values import DPO, PAIR_OBJECTIVES, WEIGHTED
 from penstock.host.errors import ConfigError
 from penstock.host.limits.bounds import limited
 from penstock.models.data.chat.conversation import checked_variables, pair_of, request_of
@@ -248,7 +248,7 @@ class SampleStream:
         self.tally.digests.append(int.from_bytes(digest, "little"))
         way = self.way
         try:
-            read = pair_of if self.data.objective == DPO else request_of
+            read = pair_of if self.data.has_pairs else request_of
             also = (WEIGHT, WEIGHTS) if self.data.objective == WEIGHTED else ()
             unread = self.tally.unread.setdefault(origin.name, Counter())
             request = read(record.place, fields, origin.form, also, unread)
@@ -270,26 +270,30 @@ class SampleStream:
         Raises:
             ConfigError: record and objective do not go together.
         """
-        if isinstance(request, PairRequest) == (self.data.objective == DPO):
+        if isinstance(request, PairRequest) == self.data.has_pairs:
             return
-        if self.data.objective == DPO:
+        if self.data.has_pairs:
             raise ConfigError(
-                f"{place}: is no pair of answers, which data.objective dpo needs; use format"
-                " preference with columns prompt, chosen and rejected"
+                f"{place}: is no pair of answers, which data.objective {self.data.objective} needs;"
+                " use format preference with columns prompt, chosen and rejected"
             )
         raise ConfigError(
             f"{place}: format preference is a pair of answers, and data.objective is"
-            f" {self.data.objective}; use objective dpo, or leave out the format and name the"
-            " chosen answers in columns"
+            f" {self.data.objective}; use objective {', '.join(PAIR_OBJECTIVES[:-1])} or"
+            f" {PAIR_OBJECTIVES[-1]}, or leave out the format and name the chosen answers in"
+            " columns"
         )
 
     def _fitted(self, samples: Sequence[Sample], source: int, record: int) -> Iterator[Numbered]:
         """Yields the samples of a record in the length of a row; the two of a pair, or none."""
-        if self.data.objective != DPO:
+        if not self.data.has_pairs:
             for sample in samples:
                 yield from self._fitting(sample, source, record)
             return
         chosen, rejected = with_one_start(*samples)
+        if not self._has_answers(chosen, rejected):
+            self.tally.skipped += 1
+            return
         pair = [*self._fitting(chosen, source, record), *self._fitting(rejected, source, record)]
         start = min(s.counted[0][0] if s.counted else len(s.ids) for s in (chosen, rejected))
         # TRL leaves out a pair with a prompt that fills a row.
@@ -299,6 +303,28 @@ class SampleStream:
             self.tally.uncounted += 2
         elif len(pair) == 1:
             self.tally.dropped += 1
+
+    def _has_answers(self, chosen: Sample, rejected: Sample) -> bool:
+        """Returns whether each answer of a pair has the tokens that the objective needs: one for a
+        mean over tokens.
+
+        Raises:
+            ConfigError: an answer has none, and bad records are refused.
+        """
+        if self.data.objective == DPO:
+            return True
+        for name, sample in (("chosen", chosen), ("rejected", rejected)):
+            if any(end > max(1, first) for first, end in sample.counted):
+                continue
+            if self.data.bad_records != "refuse":
+                return False
+            raise ConfigError(
+                f"{sample.place}: the {name} answer has no token that the model predicts, and"
+                f" data.objective {self.data.objective} has the mean over an answer's tokens; leave"
+                " data.eos at its default, so that an end token counts, or set data.bad_records:"
+                " skip"
+            )
+        return True
 
     def _fitting(self, sample: Sample, source: int, record: int) -> Iterator[Numbered]:
         """Yields a sample in the length of a row, as ``data.too_long`` says.
@@ -326,7 +352,7 @@ class SampleStream:
             of_part = None if weights is None else weights[first : first + len(part)]
             first += len(part)
             # TRL leaves these samples out of rows of one sample, and packs them into other rows.
-            alone = self.data.packing == "none" and self.data.objective != DPO
+            alone = self.data.packing == "none" and not self.data.has_pairs
             if alone and not _counts(part):
                 tally.uncounted += 1
                 continue
@@ -339,7 +365,7 @@ class SampleStream:
             return [tokens]
         match self.data.too_long:
             case "refuse":
-                split = "" if self.data.objective == DPO else ", split"
+                split = "" if self.data.has_pairs else ", split"
                 raise ConfigError(
                     f"{place}: has {len(tokens):,} tokens, and data.sequence_length is"
                     f" {most:,}; set data.too_long to truncate{split} or drop, or a greater length"
