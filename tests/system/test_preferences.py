@@ -35,6 +35,7 @@ def terms(kind: str) -> dict[str, Any]:
 def configured(kind: str, folder: Path) -> dict[str, Any]:
     """Keys of a run that repeats one of TRL's: two rows for each of its pairs."""
     changes = settings("text", folder)
+    trl.save(folder / "model")
     if (adapted := trl.adapter(kind)) is not None:
         path = str(dpo.save_adapter(folder / "model", adapted))
         changes["adapter"] = {"path": path, "dropout": dpo.DROPOUT}

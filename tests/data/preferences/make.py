@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from tests.data.dpo import make as dpo
-from tests.data.sft.make import STEPS, save, sequential, settings
+from tests.data.sft import make as sft
+from tests.data.sft.make import STEPS, sequential, settings
 
 PAIRS, EVALUATED = dpo.PAIRS, dpo.EVALUATED
 KINDS: dict[str, dict[str, Any]] = {
     "orpo": {"beta": 0.3},
-    "orpo-truncated": {"beta": 0.3, "max_length": 60},
+    "orpo-truncated": {"beta": 0.3, "max_length": 76},
     "orpo-new-adapter": {"beta": 1.5},
     "orpo-trained-adapter": {"beta": 0.3},
     "simpo": {"beta": 2.0, "simpo_gamma": 0.8, "cpo_alpha": 0.0},
@@ -35,6 +36,17 @@ KINDS: dict[str, dict[str, Any]] = {
 lose their ends. Adapters are those of ``tests.data.dpo.make``.
 """
 LENGTH = 96
+
+
+def save(folder: Path) -> None:
+    """Writes model and tokenizer, which names no beginning token: these trainers of TRL put one in
+    front of a text even if the tokenizer does not.
+    """
+    sft.save(folder, dpo.TEMPLATE)
+    path = folder / "tokenizer_config.json"
+    fields = json.loads(path.read_text())
+    del fields["bos_token"]
+    path.write_text(json.dumps(fields))
 
 
 def records(kind: str) -> list[dict[str, Any]]:
@@ -92,7 +104,7 @@ def main(out: Path) -> None:
     made: dict[str, Any] = {}
     for kind in KINDS:
         with tempfile.TemporaryDirectory() as folder:
-            save(Path(folder), dpo.TEMPLATE)
+            save(Path(folder))
             made[kind] = losses(Path(folder), kind)
             print(kind, made[kind]["losses"][0], made[kind]["losses"][-1], flush=True)
     content = {"trl": trl.__version__, **made}
