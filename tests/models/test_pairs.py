@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from penstock.models.inference.evaluate import prepared_rows
 from penstock.models.inference.loading import ModelPlace
 from penstock.models.inference.references import write_references
 from penstock.models.surgery.hf import without_dropout
-from penstock.workers.data import HeldOutData, RowDataset, open_dataset
+from penstock.workers.data import HeldOutData, RowDataset, micro_batches, open_dataset
 from tests.data.dpo.make import pairs
 from tests.models.test_rows import TALK, chat, made, samples, written
 
@@ -111,6 +112,117 @@ def test_an_empty_answer_stays_beside_the_other_one(tmp_path: Path) -> None:
     """An empty answer without an end token has no label; its log-probability is 0."""
     prepared(tmp_path, [{**TEXT, "rejected": ""}], eos=False, packing="none")
     assert texts(tmp_path / "run") == [("Sky?", " blue"), ("Sky?", "")]
+
+
+@pytest.mark.parametrize("objective", ["orpo", "simpo"])
+def test_an_empty_answer_has_no_mean(tmp_path: Path, objective: str) -> None:
+    """With an end token each answer has a token; without one the pair is refused, or skipped."""
+    records, terms = [{**TEXT, "rejected": ""}, TEXT], {"objective": objective}
+    prepared(tmp_path, records, **terms)
+    assert texts(tmp_path / "run")[:2] == [("Sky?", " blue"), ("Sky?", "")]
+    terms = {**terms, "eos": False}
+    with pytest.raises(ConfigError, match=r"the rejected answer has no token.*bad_records: skip"):
+        prepared(tmp_path, records, **terms)
+    with pytest.raises(ConfigError, match=r"the chosen answer has no token"):
+        prepared(tmp_path, [{"chosen": "S", "rejected": "So", "prompt": ""}], **terms)
+    prepared(tmp_path, records, **terms, bad_records="skip")
+    assert texts(tmp_path / "run") == [("Sky?", " blue"), ("Sky?", " green and red")]
+
+
+def test_the_likelihood_term_counts_chosen_rows(tmp_path: Path) -> None:
+    """Prompts count with ORPO. An answer may equal the other one, and lose its end."""
+    same = {"prompt": "Day?", "chosen": " yes", "rejected": " yes"}
+    long = {"prompt": "Long?", "chosen": " no" * 9, "rejected": " n"}
+    config = prepared(tmp_path, [TEXT, same, long], sequence_length=22, objective="orpo")
+    dataset = open_dataset(tmp_path / "run/data", "train", config)
+    batches, pairs = micro_batches(dataset, 0, 6, 2)
+    assert pairs == 3 and [batch.likelihood_tokens.tolist() for batch in batches] == [
+        *([9], [8], [21]),
+    ]
+    for batch in batches:
+        given = batch.preferences
+        assert given is not None and given.references is None and given.likelihoods is not None
+        assert given.likelihoods.tolist() == [pytest.approx(3 / (9 + 8 + 21))]
+        assert given.text_labels is not None and (given.text_labels[1] == IGNORED_LABEL).all()
+        tokens = int(batch.likelihood_tokens[0])
+        ids, labels = batch.input_ids[0], given.text_labels[0]
+        assert labels[: min(tokens, 21)].tolist() == ids[1 : tokens + 1].tolist()
+
+
+@pytest.mark.parametrize(
+    ("terms", "factors"),
+    [
+        ({"likelihood": 0.5}, [[2 / 14], [2 / 14]]),
+        ({"likelihood": 0.5, "likelihood_on": "all"}, [[1 / 16], [1 / 16]]),
+        ({"likelihood": 0.5, "likelihood_mean": "samples"}, [[0.5 / 6], [0.5 / 1]]),
+        ({}, [None, None]),
+    ],
+)
+def test_factors_of_the_likelihood_term(
+    tmp_path: Path, terms: dict[str, Any], factors: list[list[float] | None]
+) -> None:
+    """The last batch of an evaluation counts its own pairs alone."""
+    other = {"prompt": "Daytime", "chosen": "", "rejected": "b"}
+    keys = {"objective": "simpo", "simpo": terms, "shuffle": False, "sequence_length": 32}
+    config = prepared(tmp_path, [TEXT, other], **keys)
+    data = open_dataset(tmp_path / "run/data", "train", config)
+    batches, _ = micro_batches(data, 0, 4, 2)
+    made = [b.preferences.likelihoods for b in batches if b.preferences is not None]
+    expected = [None if f is None else pytest.approx(f) for f in factors]
+    assert [None if m is None else m.tolist() for m in made] == expected
+    held = HeldOutData(dataset=data, num_batches=1, global_batch=6, micro_batch=2, repeats=False)
+    batches, pairs = held.batches(0)
+    assert pairs == 2
+    made = [b.preferences.likelihoods for b in batches if b.preferences is not None]
+    assert [None if m is None else m.tolist() for m in made[:2]] == expected
+    assert made[2] is None or made[2].tolist() == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"orpo": {"beta": 0}}, "data.orpo.beta"),
+        ({"orpo": {"beta": -0.1}}, "data.orpo.beta"),
+        ({"orpo": {"likelihood": -1}}, "data.orpo.likelihood"),
+        ({"orpo": {"gamma": 0.5}}, "data.orpo.gamma"),
+        ({"orpo": {"reference": "a"}}, "data.orpo.reference"),
+        ({"objective": "simpo", "simpo": {"gamma": -0.5}}, "data.simpo.gamma"),
+        ({"objective": "simpo", "simpo": {"beta": 0}}, "data.simpo.beta"),
+        ({"objective": "simpo", "simpo": {"label_smoothing": 0.5}}, "simpo.label_smoothing"),
+        (
+            {"objective": "dpo", "simpo": {"gamma": 0.5, "beta": 3}},
+            "data.simpo: has beta, gamma, and data.objective is dpo; remove data.simpo, or set"
+            " data.objective: simpo",
+        ),
+        ({"dpo": {"beta": 0.2}}, "data.dpo: has beta, and data.objective is orpo"),
+        ({"objective": "next-token", "orpo": {"beta": 1.0}}, "data.objective is next-token"),
+        (
+            {"orpo": {"likelihood": 0, "likelihood_on": "completion"}},
+            "data.orpo.likelihood_on completion: data.orpo.likelihood is 0",
+        ),
+        (
+            {"objective": "simpo", "simpo": {"likelihood_mean": "samples"}},
+            "data.simpo.likelihood_mean samples: data.simpo.likelihood is 0",
+        ),
+        ({"objective": "kto"}, "data.objective"),
+        ({"packing": "best-fit"}, "data.objective orpo: data.packing is best-fit"),
+    ],
+)
+def test_terms_of_losses_without_a_reference_are_checked(data: dict[str, Any], words: str) -> None:
+    keys = {"model": {"hf": {"model_type": "llama"}}}
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        parse_config({**keys, "data": {"path": "a.jsonl", "objective": "orpo", **data}})
+
+
+def test_labels_of_pairs_have_no_smoothing_without_a_reference() -> None:
+    keys: dict[str, Any] = {"model": {"hf": {"model_type": "llama"}}}
+    keys["train"] = {"label_smoothing": 0.1}
+    for objective, words in (
+        ("orpo", "no labels to smooth; remove the key"),
+        ("simpo", "data.simpo.label_smoothing smooths preferences"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            parse_config({**keys, "data": {"path": "a.jsonl", "objective": objective}})
 
 
 @pytest.mark.parametrize(

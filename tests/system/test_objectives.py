@@ -172,6 +172,48 @@ def test_pairs(runner: H.Runner) -> None:
     assert lines[-1]["tokens"] > 2 * BATCH
 
 
+@pytest.mark.parametrize("objective", ["orpo", "simpo"])
+def test_pairs_without_a_reference(runner: H.Runner, objective: str) -> None:
+    """Two devices, split backward and recomputation. The likelihood term has its mean over all
+    tokens of the step, in several micro-batches.
+    """
+    records = pair_records()
+    terms: dict[str, Any] = {"orpo": {"beta": 0.7}, "simpo": {"beta": 2.5, "gamma": 0.9}}
+    data = {"objective": objective, objective: terms[objective], "sequence_length": 160}
+    if objective == "simpo":
+        terms["simpo"] |= {"likelihood": 0.5, "likelihood_mean": "samples"}
+    schedule = {"scheme": "zb-h1", "recompute": "full"}
+    changes = settings(runner.root, records, data=data, schedule=schedule)
+    run_dir = runner.train(runner.configure("run", changes))
+    loop, losses = PlainLoop(runner.root / "model"), []
+    tokenizer = AutoTokenizer.from_pretrained(runner.root / "model")
+    for first in range(0, len(records), BATCH // 2):
+        scores, texts, means = [], [], []
+        for record in records[first : first + BATCH // 2]:
+            prompt = record.get("prompt", "")
+            whole = [prompt + record[n] + tokenizer.eos_token for n in ("chosen", "rejected")]
+            chosen, rejected = (tokenizer(text)["input_ids"] for text in whole)
+            given = tokenizer(prompt or common(record["chosen"], record["rejected"]))["input_ids"]
+            shared = min(common_ids(given, chosen), common_ids(given, rejected))
+            tokens = [loop.log_probabilities(ids) for ids in (chosen, rejected)]
+            scores.append([each[max(0, shared - 1) :].mean() for each in tokens])
+            texts.append(tokens[0])
+            means.append(scores[-1][0])
+        better, worse = (torch.stack([pair[n] for pair in scores]) for n in (0, 1))
+        if objective == "orpo":
+            odds = [torch.log(each.exp() / (1 - each.exp())) for each in (better, worse)]
+            loss = -0.7 * F.logsigmoid(odds[0] - odds[1]).mean() - torch.cat(texts).mean()
+        else:
+            loss = -F.logsigmoid(2.5 * (better - worse) - 0.9).mean()
+            loss = loss - 0.5 * torch.stack(means).mean()
+        losses.append(loop.step(loss))
+    check(run_dir, losses, 1e-5)
+    lines = H.metrics(run_dir)
+    assert [line["pairs"] for line in lines] == [BATCH // 2] * STEPS
+    assert lines[0]["margin"] != 0.0
+    assert not list((run_dir / "data").glob("references-*"))
+
+
 def test_pairs_train_an_adapter(runner: H.Runner) -> None:
     """The reference of a new adapter is the base: the first margins are 0."""
     data: dict[str, Any] = {"objective": "dpo", "sequence_length": 160}

@@ -18,7 +18,7 @@ from tests.system import conftest as H
 from tests.system.test_dpo import TOLERANCE, settings
 
 STORED: dict[str, Any] = json.loads((Path(trl.__file__).parent / "losses.json").read_text())
-IN_GATE = ("orpo-truncated", "orpo-trained-adapter", "simpo-likelihood")
+IN_GATE = ("orpo-trained-adapter", "simpo-likelihood")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
