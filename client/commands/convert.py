@@ -31,6 +31,15 @@ def convert(
             help="Devices of the trainer's run: the batch of a step counts sequences of all.",
         ),
     ] = 1,
+    objective: Annotated[
+        str | None,
+        typer.Option(
+            "--objective",
+            metavar="NAME",
+            help="dpo, orpo or simpo: the trainer of a file of TRL with pairs of answers."
+            " Default: simpo if the file has its keys, else dpo.",
+        ),
+    ] = None,
     force: Annotated[
         bool,
         typer.Option("--force", help="Writes even if a dropped key changes the trained model."),
@@ -46,7 +55,7 @@ def convert(
         from penstock.client.convert.conversion import convert as converted
         from penstock.client.convert.conversion import write
 
-        conversion = converted(tool, file, devices)
+        conversion = converted(tool, file, devices, objective)
         refused = conversion.changes_result and not force
         if output is not None and not refused:
             write(conversion, output)
@@ -79,6 +88,7 @@ def register(app: typer.Typer) -> None:
         epilog="Exit code 2: a dropped key changes the result, and --force is not given."
         " penstock docs COMING_FROM lists the keys.\n\n\b\nExamples:\n"
         "  penstock convert trl sft.yaml --out mine.yaml\n"
+        "  penstock convert trl pairs.yaml --objective orpo\n"
         "  penstock convert llamafactory train.yaml --devices 8 --json\n"
         "  penstock convert peft adapter_config.json"
     )(convert)

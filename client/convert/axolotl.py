@@ -1,4 +1,6 @@
-"""Axolotl's ``axolotl train FILE``: supervised fine-tuning and ``rl: dpo`` (Axolotl 0.12)."""
+"""Axolotl's ``axolotl train FILE``: supervised fine-tuning, and ``rl`` dpo, orpo and simpo
+(Axolotl 0.12).
+"""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from penstock.client.convert.hugging_face import hub_data, split_key
 from penstock.client.convert.keys import Effect, ValueKind
 from penstock.client.convert.reading import KeyReading
 from penstock.config.hub_names import hub_name
+from penstock.config.values import ORPO
 
 _PROPERTIES: Mapping[str, tuple[str, ...]] = {
     "message_field_role": ("role",),
@@ -53,7 +54,7 @@ class AxolotlEntry:
         source: dict[str, Any] = {"path": self._path()}
         source |= split_key(self._reading, f"{self._place}.split", source["path"], split)
         kind = self._fields.pop("type", None)
-        if self._reading.get("rl") == "dpo":
+        if self._reading.get("rl"):
             return self._finished(source | self._pair(kind))
         match kind:
             case "chat_template":
@@ -102,9 +103,18 @@ class AxolotlEntry:
         Raises:
             ConfigError: the type has a text of its own, or a value has another type.
         """
-        if isinstance(kind, dict):
+        orpo = self._reading.get("rl") == ORPO
+        if isinstance(kind, dict) and not orpo:
             return {"format": "preference", "columns": self._user_defined(kind)}
-        match kind:
+        if kind not in (None, "chat_template.argilla") and orpo:
+            raise self._reading.refused(
+                f"{self._place}.type",
+                kind,
+                "rl: orpo has chat_template.argilla and records of prompt, chosen and rejected (no"
+                " type); use one of them",
+            )
+        form = "chat_template.argilla_chat" if orpo and kind else kind
+        match form:
             case None | "passthrough" | "passthrough.default":
                 return {"format": "preference"}
             case "chat_template" | "chat_template.default" | "chat_template.argilla_chat":
@@ -117,7 +127,7 @@ class AxolotlEntry:
                     "Axolotl cuts the template's text behind an answer and adds the end token, and"
                     " Penstock takes the template's text; compare by penstock data",
                 )
-                if kind != "chat_template.argilla_chat":
+                if form != "chat_template.argilla_chat":
                     return {"format": "chat", **made}
                 made["columns"] = {k: v for k, v in made["columns"].items() if k not in _TALKS}
                 return {"format": "preference", **made}

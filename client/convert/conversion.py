@@ -13,6 +13,7 @@ from penstock.client.convert import axolotl, llamafactory, peft, trl
 from penstock.client.convert.keys import Effect, Table
 from penstock.client.convert.reading import KeyReading, shown
 from penstock.config.schema import parse_config
+from penstock.config.values import PAIR_OBJECTIVES
 from penstock.host.errors import ConfigError
 from penstock.host.files import write_new
 from penstock.host.trust import printable
@@ -95,8 +96,9 @@ class Conversion:
         return [*map(printable, lines)]  # a line end in a key would end the comment in a YAML
 
 
-def convert(tool: str, path: Path, devices: int) -> Conversion:
+def convert(tool: str, path: Path, devices: int, objective: str | None = None) -> Conversion:
     """Converts a trainer's file. ``devices`` of the trainer's run multiply the batch of a step.
+    ``objective`` names that of pairs, which a file of TRL may not tell.
 
     Raises:
         ConfigError: the trainer is unknown, the file cannot be read, or the values make no
@@ -105,7 +107,12 @@ def convert(tool: str, path: Path, devices: int) -> Conversion:
     if tool not in TOOLS:
         raise ConfigError(f"{tool!r}: expected {', '.join(TOOLS)}")
     entry = TOOLS[tool]
-    reading = KeyReading.of(path, entry.table, devices, entry.old)
+    if objective is not None and (tool != "trl" or objective not in PAIR_OBJECTIVES):
+        raise ConfigError(
+            f"--objective {objective}: goes with trl, whose files do not tell it, and is"
+            f" {', '.join(PAIR_OBJECTIVES)}"
+        )
+    reading = KeyReading.of(path, entry.table, devices, entry.old, objective)
     entry.convert(reading)
     reading.drop_rest()
     config = {name: reading.config[name] for name in _SECTIONS if name in reading.config}

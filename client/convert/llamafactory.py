@@ -57,9 +57,17 @@ from penstock.client.convert.keys import (
     switched,
     without,
 )
-from penstock.client.convert.pairs import LLAMA_FACTORY, ONE_LOSS, SIGMOID, put_loss, put_rows
+from penstock.client.convert.pairs import (
+    LLAMA_FACTORY,
+    ONE_LOSS,
+    SIGMOID,
+    put_loss,
+    put_rows,
+    put_term,
+)
 from penstock.client.convert.passes import REGISTRY, entries_of
 from penstock.client.convert.reading import KeyReading
+from penstock.config.values import DPO, ORPO, SIMPO
 
 OLD_NAMES: Mapping[str, str] = {**OLD}
 
@@ -292,6 +300,12 @@ def convert(reading: KeyReading) -> None:
         _put_smoothing(reading)
 
 
+_LOSSES = {SIGMOID: DPO, ORPO: ORPO, SIMPO: SIMPO}
+"""Losses of LLaMA-Factory's ``stage: dpo``, and the objectives."""
+
+_REFERENCE_KEYS = ("ref_model", "ref_model_adapters", "ref_model_quantization_bit")
+
+
 def _check_pairs(reading: KeyReading) -> None:
     """Refuses values that ``stage: dpo`` cannot have.
 
@@ -299,8 +313,12 @@ def _check_pairs(reading: KeyReading) -> None:
         ConfigError: the loss is another one, or a key goes with ``stage: sft``.
     """
     loss = reading.get("pref_loss")
-    if loss != SIGMOID:
+    if loss not in _LOSSES:
         raise reading.refused("pref_loss", loss, ONE_LOSS.format("LLaMA-Factory"))
+    if loss != SIGMOID and reading.get("dpo_label_smoothing"):
+        value = reading.get("dpo_label_smoothing")
+        remedy = "goes with pref_loss sigmoid; remove it, as LLaMA-Factory asks"
+        raise reading.refused("dpo_label_smoothing", value, remedy)
     for key in ("neat_packing", "train_on_prompt", "mask_history"):
         if reading.get(key):
             raise reading.refused(
@@ -310,18 +328,39 @@ def _check_pairs(reading: KeyReading) -> None:
 
 def _put_pairs(reading: KeyReading) -> None:
     """Sets the objective of pairs, and records another reference than the start of the run."""
-    put_loss(
-        reading,
-        float(reading.get("pref_beta")),
-        "pref_beta",
-        smoothing=reading.get("dpo_label_smoothing"),
-        smoothing_key="dpo_label_smoothing",
-    )
-    reading.map("pref_loss", {"data.objective": "dpo"})
+    objective = _LOSSES[reading.get("pref_loss")]
+    put_loss(reading, objective, float(reading.get("pref_beta")), "pref_beta")
+    reading.map("pref_loss", {"data.objective": objective})
     put_rows(reading, "per_device_train_batch_size")
-    drop_used(reading, "pref_ftx pref_bco_weight ld_alpha")
+    drop_used(reading, "ld_alpha")
+    if objective == DPO:
+        if reading.get("dpo_label_smoothing"):
+            put_term(reading, DPO, "label_smoothing", "dpo_label_smoothing")
+        drop_used(reading, "pref_bco_weight")
+        if reading.get("pref_ftx"):
+            reading.drop("pref_ftx", "the loss of dpo has no likelihood term")
+        _put_reference(reading)
+        return
+    for key in (*_REFERENCE_KEYS, "pref_bco_weight"):
+        if reading.get(key):
+            reading.drop(key, f"pref_loss {objective} does not read the key", Effect.NONE)
+    likelihood = float(reading.get("pref_ftx"))
+    if objective == SIMPO:
+        put_term(reading, SIMPO, "gamma", "simpo_gamma")
+    else:
+        likelihood += 1.0
+    if likelihood:
+        terms = {"likelihood": likelihood, "likelihood_mean": "samples"}
+        if objective == ORPO:
+            terms["likelihood_on"] = "completion"
+        reading.config["data"][objective] |= terms
+        reading.map("pref_ftx", {f"data.{objective}": terms})
+
+
+def _put_reference(reading: KeyReading) -> None:
+    """Records another reference than the start of the run."""
     start = reading.config.get("adapter", {}).get("path")
-    keys = ("ref_model", "ref_model_adapters", "ref_model_quantization_bit")
+    keys = _REFERENCE_KEYS
     given = [reading.get(key) for key in keys]
     if given[0] is None and start is not None:
         why = (

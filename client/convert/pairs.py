@@ -1,8 +1,6 @@
-"""Pairs of answers of other trainers: ``data.objective: dpo`` and ``data.dpo``."""
+"""Pairs of answers of other trainers: ``data.objective`` dpo, orpo and simpo, with its section."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from penstock.client.convert.keys import (
     Effect,
@@ -15,21 +13,34 @@ from penstock.client.convert.keys import (
     without,
 )
 from penstock.client.convert.reading import KeyReading
+from penstock.config.values import DPO, ORPO, PAIR_OBJECTIVES, SIMPO
 
 SIGMOID = "sigmoid"
-"""The one loss of pairs."""
+"""The one loss of pairs with a reference."""
 
-ONE_LOSS = "data.objective dpo has the loss sigmoid alone; use it, or train with {}"
+ONE_LOSS = (
+    "the losses of pairs are those of dpo (sigmoid), orpo and simpo; use one, or train with {}"
+)
+MEANS = (
+    "TRL has the mean of the likelihood term over the tokens of each device's batch, and then over"
+    " batches; here it is that over all tokens of a step"
+)
+MARKS = (
+    "TRL puts the tokenizer's bos token first and the end token last, also where tokenizer and chat"
+    " template do not"
+)
 _REFERENCE = "the reference is the model at the start of the run"
 _TERM = "the loss of pairs is the sigmoid of DPO alone"
-_BETA_NOTE = "{beta: NUMBER}, with data.objective dpo"
+_SECTIONS = "data.dpo data.orpo data.simpo"
+BETA_NOTE = "{beta: NUMBER}, in the section of data.objective"
 _OTHER_STAGE = "another stage or loss reads the key"
 
 LLAMA_FACTORY: Table = placed(
     {
-        **mapped(ValueKind.NUMBER, pref_beta=0.1, dpo_label_smoothing=0.0),
+        **mapped(ValueKind.NUMBER, pref_beta=0.1, dpo_label_smoothing=0.0, simpo_gamma=0.5),
+        **mapped(ValueKind.NUMBER, pref_ftx=0.0),
         **mapped(ValueKind.TEXT, pref_loss=SIGMOID),
-        **switched("stage is not dpo", _TERM, pref_ftx=0.0, pref_bco_weight=0.0, ld_alpha=None),
+        **switched("stage is not dpo", _TERM, pref_bco_weight=0.0, ld_alpha=None),
         **switched(
             "stage is not dpo",
             _REFERENCE,
@@ -40,7 +51,6 @@ LLAMA_FACTORY: Table = placed(
         **dropped(
             Effect.NONE,
             _OTHER_STAGE,
-            simpo_gamma=0.5,
             kto_chosen_weight=1.0,
             kto_rejected_weight=1.0,
             ppo_buffer_size=1,
@@ -57,22 +67,27 @@ LLAMA_FACTORY: Table = placed(
         ),
     },
     {
-        "pref_beta": "data.dpo",
+        "pref_beta": _SECTIONS,
         "dpo_label_smoothing": "data.dpo",
+        "simpo_gamma": "data.simpo",
+        "pref_ftx": "data.orpo data.simpo",
         "pref_loss": "data.objective",
     },
     {
-        "pref_beta": _BETA_NOTE,
+        "pref_beta": BETA_NOTE,
         "dpo_label_smoothing": "{label_smoothing: SHARE}",
+        "simpo_gamma": "{gamma: NUMBER}",
+        "pref_ftx": "{likelihood: NUMBER} of orpo (1 more) and simpo",
         "pref_loss": "dpo is sigmoid",
     },
 )
-"""Keys of LLaMA-Factory's ``stage: dpo``."""
+"""Keys of LLaMA-Factory's ``stage: dpo`` with its losses."""
 
 AXOLOTL: Table = placed(
     {
         **mapped(ValueKind.TEXT, rl=None),
         **mapped(ValueKind.NUMBER, rl_beta=None, dpo_label_smoothing=None),
+        **mapped(ValueKind.NUMBER, orpo_alpha=None, simpo_gamma=0.5, cpo_alpha=1.0),
         **mapped(ValueKind.MAPPING, trl=None),
         **switched(
             "rl is not set",
@@ -90,19 +105,23 @@ AXOLOTL: Table = placed(
         **without(
             Effect.NONE,
             _OTHER_STAGE,
-            "orpo_alpha simpo_gamma cpo_alpha kto_desirable_weight kto_undesirable_weight",
+            "kto_desirable_weight kto_undesirable_weight",
         ),
     },
-    {"rl": "data.objective", "rl_beta": "data.dpo", "dpo_label_smoothing": "data.dpo"}
-    | {"trl": "data.dpo"},
+    {"rl": "data.objective", "rl_beta": _SECTIONS, "dpo_label_smoothing": "data.dpo"}
+    | {"trl": _SECTIONS, "orpo_alpha": "data.orpo"}
+    | {"simpo_gamma": "data.simpo", "cpo_alpha": "data.simpo"},
     {
-        "rl": "dpo",
-        "rl_beta": _BETA_NOTE,
+        "rl": "dpo, orpo or simpo",
+        "rl_beta": BETA_NOTE,
         "dpo_label_smoothing": "{label_smoothing: SHARE}",
         "trl": "its beta",
+        "orpo_alpha": "{beta: NUMBER}",
+        "simpo_gamma": "{gamma: NUMBER}",
+        "cpo_alpha": "{likelihood: NUMBER}",
     },
 )
-"""Keys of Axolotl's ``rl: dpo``."""
+"""Keys of Axolotl's ``rl``: dpo, orpo and simpo."""
 
 
 def trains_on_pairs(reading: KeyReading) -> bool:
@@ -114,8 +133,8 @@ def trains_on_pairs(reading: KeyReading) -> bool:
     kind = reading.get("rl")
     if not kind:
         return False
-    if kind != "dpo":
-        remedy = "only dpo and supervised fine-tuning are converted"
+    if kind not in PAIR_OBJECTIVES:
+        remedy = "only dpo, orpo, simpo and supervised fine-tuning are converted"
         raise reading.refused("rl", kind, remedy)
     if reading.get("sample_packing"):
         remedy = "goes without rl; remove it, as Axolotl asks"
@@ -124,21 +143,41 @@ def trains_on_pairs(reading: KeyReading) -> bool:
 
 
 def put_axolotl(reading: KeyReading) -> None:
-    """Sets the objective of Axolotl's ``rl: dpo``, and records another reference.
+    """Sets the objective of Axolotl's ``rl``, and records another reference.
 
     Raises:
         ConfigError: the loss is another one, or a value has another type.
     """
-    reading.map("rl", {"data.objective": "dpo"})
+    objective = str(reading.get("rl"))
+    reading.map("rl", {"data.objective": objective})
     others = dict(reading.get("trl") or {})
     beta, key = others.pop("beta", None), "trl"
     if beta is None:
         beta, key = reading.get("rl_beta"), "rl_beta"
+    if beta is None and objective == ORPO:
+        beta, key = reading.get("orpo_alpha"), "orpo_alpha"
     number = 0.1 if beta is None else float(reading.typed(key, ValueKind.NUMBER, beta))
-    smoothing = "dpo_label_smoothing"
-    put_loss(reading, number, key, smoothing=reading.get(smoothing), smoothing_key=smoothing)
+    put_loss(reading, objective, number, key)
     for name, value in others.items():
         reading.drop(f"trl.{name}", "only trl.beta has a place", value=value)
+    if objective == SIMPO:
+        put_term(reading, SIMPO, "gamma", "simpo_gamma")
+        put_term(reading, SIMPO, "likelihood", "cpo_alpha")
+    if objective == DPO:
+        _put_axolotl_dpo(reading)
+    elif objective == ORPO or reading.get("cpo_alpha"):
+        note_means(reading, "rl")
+    put_rows(reading, "micro_batch_size")
+
+
+def _put_axolotl_dpo(reading: KeyReading) -> None:
+    """Sets the smoothing of Axolotl's ``rl: dpo``, and records another reference.
+
+    Raises:
+        ConfigError: the loss is another one.
+    """
+    if reading.get("dpo_label_smoothing"):
+        put_term(reading, DPO, "label_smoothing", "dpo_label_smoothing")
     loss = reading.get("dpo_loss_type")
     if loss not in (None, SIGMOID, [SIGMOID]):
         raise reading.refused("dpo_loss_type", loss, ONE_LOSS.format("Axolotl"))
@@ -152,19 +191,25 @@ def put_axolotl(reading: KeyReading) -> None:
             " adapter here; set rl_adapter_ref_model: true",
             value=False,
         )
-    put_rows(reading, "micro_batch_size")
 
 
-def put_loss(
-    reading: KeyReading, beta: float, key: str, *, smoothing: Any = None, smoothing_key: str = ""
-) -> None:
+def put_loss(reading: KeyReading, objective: str, beta: float, key: str) -> None:
     """Sets the objective of pairs with its factor, which ``key`` decides."""
-    reading.put("data.objective", "dpo")
-    reading.put("data.dpo", {"beta": beta})
-    reading.map(key, {"data.dpo": {"beta": beta}})
-    if smoothing:
-        reading.config["data"]["dpo"]["label_smoothing"] = float(smoothing)
-        reading.map(smoothing_key, {"data.dpo": {"label_smoothing": float(smoothing)}})
+    reading.put("data.objective", objective)
+    reading.put(f"data.{objective}", {"beta": beta})
+    reading.map(key, {f"data.{objective}": {"beta": beta}})
+
+
+def put_term(reading: KeyReading, objective: str, name: str, key: str) -> None:
+    """Sets a number in the section of the objective; ``key`` is that of the trainer."""
+    terms = {name: float(reading.get(key))}
+    reading.config["data"][objective] |= terms
+    reading.map(key, {f"data.{objective}": terms})
+
+
+def note_means(reading: KeyReading, key: str) -> None:
+    """Notes at ``key`` the rows and means of TRL's trainers without a reference."""
+    reading.map(key, {}, f"{MARKS}; {MEANS}")
 
 
 def put_rows(reading: KeyReading, batch: str) -> None:

@@ -29,13 +29,20 @@ class KeyReading:
     devices: int
     written: Mapping[str, str] = field(default_factory=dict)
     """Names of keys in the file, where they are earlier names."""
+    objective: str | None = None
+    """The objective of pairs that the user names, where the file does not tell it."""
     config: dict[str, dict[str, Any]] = field(default_factory=dict)
     mapped: list[dict[str, Any]] = field(default_factory=list)
     dropped: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def of(
-        cls, path: Path, table: Table, devices: int, old: Mapping[str, str] | None = None
+        cls,
+        path: Path,
+        table: Table,
+        devices: int,
+        old: Mapping[str, str] | None = None,
+        objective: str | None = None,
     ) -> KeyReading:
         """Reads a file; ``old`` maps earlier names of keys to today's.
 
@@ -53,7 +60,14 @@ class KeyReading:
                 continue
             names[name] = str(written)
             values[name] = value if key is None else _typed(path, str(written), key, value)
-        return cls(path=path, values=values, table=table, devices=devices, written=names)
+        return cls(
+            path=path,
+            values=values,
+            table=table,
+            devices=devices,
+            written=names,
+            objective=objective,
+        )
 
     def get(self, key: str) -> Any:
         """Returns the value of a known key, or the trainer's default."""

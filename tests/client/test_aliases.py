@@ -36,6 +36,7 @@ MORE: Mapping[str, tuple[str, ...]] = {
         "use_peft: true\nlora_target_modules: [a, b]\nlora_modules_to_save: [c]\n"
         "use_rslora: true\n",
         "beta: 0.3\nloss_type: sigmoid\n",
+        "beta: 2\nloss_type: simpo\nsimpo_gamma: 0.8\ncpo_alpha: 0.1\nlabel_smoothing: 0.1\n",
         "dataset_name: folder\ndataset_test_split: dev\neval_strategy: steps\neval_steps: 5\n"
         "load_best_model_at_end: true\nmetric_for_best_model: loss\ngreater_is_better: false\n",
     ),
@@ -52,6 +53,8 @@ MORE: Mapping[str, tuple[str, ...]] = {
         "loraplus_lr_ratio: 16\n",
         "finetuning_type: lora\nadapter_name_or_path: a\nadapter_folder: b\n",
         "stage: dpo\npref_beta: 0.2\npref_loss: sigmoid\ndpo_label_smoothing: 0.1\n",
+        "stage: dpo\npref_beta: 0.2\npref_loss: orpo\npref_ftx: 0.1\n",
+        "stage: dpo\npref_beta: 0.2\npref_loss: simpo\nsimpo_gamma: 0.8\npref_ftx: 0.1\n",
     ),
     "axolotl": (
         "chat_template: chatml\nchat_template_kwargs: {a: 1}\nbatch_size: 4\nmax_steps: 9\n",
@@ -75,6 +78,12 @@ MORE: Mapping[str, tuple[str, ...]] = {
         "rl: dpo\ndatasets: [{path: a.jsonl}]\ntrl: {beta: 0.2}\ndpo_label_smoothing: 0.1\n"
         "unfrozen_parameters: [lm_head]\n",
         "rl: dpo\ndatasets: [{path: a.jsonl}]\nrl_beta: 0.2\n",
+        "rl: orpo\ndatasets: [{path: a.jsonl}]\norpo_alpha: 0.2\n",
+        "rl: orpo\ndatasets: [{path: a.jsonl}]\nrl_beta: 0.2\n",
+        "rl: orpo\ndatasets: [{path: a.jsonl}]\ntrl: {beta: 0.2}\n",
+        "rl: simpo\ndatasets: [{path: a.jsonl}]\ntrl: {beta: 0.2}\nsimpo_gamma: 0.5\n"
+        "cpo_alpha: 0.1\n",
+        "rl: simpo\ndatasets: [{path: a.jsonl}]\nrl_beta: 0.2\n",
     ),
     "peft": (),
 }

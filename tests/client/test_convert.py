@@ -412,7 +412,7 @@ def test_the_table_of_training_arguments_has_every_name_of_transformers() -> Non
         ("llamafactory", {"eval_dataset": 3}, "eval_dataset = 3: needs names"),
         ("trl", {"eval_strategy": "often"}, "eval_strategy = 'often': needs steps, epoch or no"),
         ("axolotl", {"test_datasets": [{"path": "a"}], "val_set_size": 0.1}, "keep one"),
-        ("axolotl", {"rl": "kto"}, "rl = 'kto': only dpo and supervised"),
+        ("axolotl", {"rl": "kto"}, "rl = 'kto': only dpo, orpo, simpo and"),
         ("axolotl", {"learning_rate": None}, "learning_rate = None"),
         ("axolotl", {"datasets": []}, "datasets = []: needs a list"),
         ("axolotl", {"datasets": [{"type": "alpaca"}]}, "needs a path"),

@@ -71,10 +71,102 @@ def test_pairs_of_trl(tmp_path: Path) -> None:
         assert (config.train.global_batch, config.optimizer.lr) == (12, rate)
         assert config.data.train_on == "auto"
     path.write_text(yaml.safe_dump({**plain, "loss_type": ["ipo"]}))
-    with pytest.raises(
-        ConfigError, match=r"loss_type = \['ipo'\]: data.objective dpo has the loss"
-    ):
+    with pytest.raises(ConfigError, match=r"loss_type = \['ipo'\]: the losses of pairs are those"):
         convert("trl", path, 1)
+
+
+def notes(conversion: Conversion) -> dict[str, str]:
+    """Notes of a conversion by the trainer's key."""
+    return {entry["key"]: entry["note"] for entry in conversion.mapped if "note" in entry}
+
+
+def trl_pairs(objective: str | None = None, **keys: Any) -> Conversion:
+    """The conversion of a file of TRL with pairs."""
+    values = {**yaml.safe_load(minimal("trl")), "dataset_name": "dpo.jsonl", **keys}
+    Path("theirs.yaml").write_text(yaml.safe_dump(values))
+    return convert("trl", Path("theirs.yaml"), 2, objective)
+
+
+def test_trl_without_a_reference() -> None:
+    """Keys of CPOConfig tell SimPO; a file of ORPOConfig looks like one of DPOConfig."""
+    orpo = trl_pairs("orpo", beta=0.3, per_device_train_batch_size=3, max_completion_length=9)
+    config = parse_config(dict(orpo.config))
+    assert orpo.config["data"]["objective"] == "orpo" and not orpo.changes_result
+    assert orpo.config["data"]["orpo"] == {"beta": 0.3} and "dpo" not in orpo.config["data"]
+    assert (config.train.global_batch, config.optimizer.lr) == (12, 1e-6)
+    assert "over all tokens of a step" in notes(orpo)["beta"]
+    keys = {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.8, "label_smoothing": 0.1}
+    keys["per_device_train_batch_size"] = 3
+    for named in (None, "simpo"):
+        simpo = trl_pairs(named, **keys, cpo_alpha=0.0)
+        assert parse_config(dict(simpo.config)).data.objective == "simpo"
+        assert simpo.config["data"]["simpo"] == {
+            **{"beta": 2.0, "gamma": 0.8, "likelihood": 0.0, "label_smoothing": 0.1},
+        }
+        assert "over all tokens" not in notes(simpo)["beta"] and not simpo.changes_result
+    assert trl_pairs(loss_type="simpo").config["data"]["simpo"] == {
+        **{"beta": 0.1, "gamma": 0.5, "likelihood": 1.0},
+    }
+    assert trl_pairs("simpo").config["data"]["objective"] == "simpo"
+    assert trl_pairs("dpo", padding_value=0).config["data"]["dpo"] == {"beta": 0.1}
+    assert fates(trl_pairs(beta=0.2, label_smoothing=0.1)) == {"label_smoothing": "none"}
+
+
+@pytest.mark.parametrize(
+    ("objective", "keys", "words"),
+    [
+        (None, {"cpo_alpha": 0.5}, "cpo_alpha = 0.5: is of CPOConfig, whose loss is sigmoid"),
+        (None, {"loss_type": "hinge"}, "loss_type = 'hinge': the losses of pairs are those of"),
+        (None, {"loss_type": "alphapo"}, "loss_type = 'alphapo': the losses"),
+        (None, {"loss_type": "simpo", "alpha": 0.2}, "alpha = 0.2: no loss has the rewards"),
+        (None, {"padding_value": 3}, "padding_value = 3: is of ORPOConfig, or of an old"),
+        ("orpo", {"loss_type": "simpo"}, "loss_type = 'simpo': --objective is orpo; give simpo"),
+        ("simpo", {"loss_type": "sigmoid"}, "loss_type = 'sigmoid': the losses of pairs"),
+        ("kto", {}, "--objective kto: goes with trl, whose files do not tell it, and is dpo, orpo"),
+    ],
+)
+def test_files_of_trl_for_other_trainers(
+    objective: str | None, keys: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        trl_pairs(objective, **keys)
+
+
+def test_llamafactory_without_a_reference() -> None:
+    """Its likelihood term is the mean of each answer, and no reference takes part."""
+    orpo = llamafactory(pref_loss="orpo", pref_beta=0.2, pref_ftx=0.5, ref_model="other")
+    assert orpo.config["data"]["orpo"] == {
+        **{"beta": 0.2, "likelihood": 1.5},
+        **{"likelihood_mean": "samples", "likelihood_on": "completion"},
+    }
+    assert config_of(orpo).data.objective == "orpo" and fates(orpo) == {"ref_model": "none"}
+    simpo = llamafactory(pref_loss="simpo", pref_beta=2.0, simpo_gamma=1.2)
+    assert simpo.config["data"]["simpo"] == {"beta": 2.0, "gamma": 1.2}
+    assert config_of(simpo).data.objective == "simpo" and not fates(simpo)
+    mixed = llamafactory(pref_loss="simpo", pref_ftx=0.3, ld_alpha=0.5, pref_bco_weight=1.0)
+    assert mixed.config["data"]["simpo"] == {
+        **{"beta": 0.1, "gamma": 0.5, "likelihood": 0.3, "likelihood_mean": "samples"},
+    }
+    assert results(mixed) == {"ld_alpha"} and config_of(mixed).data.simpo.likelihood == 0.3
+
+
+def test_axolotl_without_a_reference() -> None:
+    orpo = axolotl({}, rl="orpo", orpo_alpha=0.2, micro_batch_size=3)
+    assert orpo.config["data"]["orpo"] == {"beta": 0.2} and not orpo.changes_result
+    assert orpo.config["train"]["global_batch"] == 6
+    assert axolotl({}, rl="orpo", orpo_alpha=0.2, rl_beta=0.4).config["data"]["orpo"] == {
+        "beta": 0.4
+    }
+    talk = axolotl({"type": "chat_template.argilla"}, rl="orpo")
+    assert talk.config["data"]["sources"][0]["format"] == "preference"
+    assert results(talk) == {"datasets[0].type"}
+    simpo = axolotl({"type": {"field_prompt": "ask"}}, rl="simpo", rl_beta=2.0, cpo_alpha=0)
+    assert simpo.config["data"]["simpo"] == {"beta": 2.0, "gamma": 0.5, "likelihood": 0.0}
+    assert config_of(simpo).data.objective == "simpo" and not simpo.changes_result
+    entry = [{"path": "dpo.jsonl", "type": "chat_template"}]
+    assert "datasets[0].type = 'chat_template': rl: orpo has chat_template.argilla" in refusal(
+        "axolotl", minimal("axolotl"), rl="orpo", datasets=entry
+    )
 
 
 def test_adapters_and_evaluations_of_pairs_of_trl() -> None:
@@ -111,8 +203,12 @@ def test_pairs_of_llamafactory() -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"pref_loss": "ipo"}, "pref_loss = 'ipo': data.objective dpo has the loss sigmoid alone"),
-        ({"pref_loss": "orpo"}, "pref_loss = 'orpo'"),
+        (
+            {"pref_loss": "ipo"},
+            "pref_loss = 'ipo': the losses of pairs are those of dpo (sigmoid), ",
+        ),
+        ({"pref_loss": "kto_pair"}, "pref_loss = 'kto_pair'"),
+        ({"pref_loss": "orpo", "dpo_label_smoothing": 0.1}, "dpo_label_smoothing = 0.1: goes"),
         ({"dataset": "alpaca, plain"}, "dataset = 'plain': stage dpo takes entries with ranking"),
         ({"stage": "sft"}, "dataset = 'alpaca': stage sft takes entries without ranking"),
         ({"mask_history": True}, "mask_history = True: goes with stage sft"),
@@ -193,7 +289,7 @@ def test_other_trainings_of_axolotl() -> None:
     assert "sample_packing = True: goes without rl" in refusal(
         "axolotl", text, rl="dpo", datasets=entry, sample_packing=True
     )
-    assert "dpo_loss_type = ['ipo']: data.objective dpo" in refusal(
+    assert "dpo_loss_type = ['ipo']: the losses of pairs" in refusal(
         "axolotl", text, rl="dpo", datasets=entry, dpo_loss_type=["ipo"]
     )
     assert "datasets = None: needs a list" in refusal(
