@@ -84,9 +84,11 @@ def chunked_pairs(
 def _preference(
     chosen: torch.Tensor, rejected: torch.Tensor, objective: PairObjective
 ) -> torch.Tensor:
-    """Returns -(1 - s) log sigmoid(m - g) - s log sigmoid(g - m), with the smoothing s, the target
-    g and the margin m = beta (chosen - rejected). DPO: Rafailov et al. 2023, equation 7, with
-    conservative smoothing; SimPO: Meng et al. 2024, equation 6.
+    """Returns -(1 - s) log sigmoid(m - g) - s log sigmoid(g - m). Here s is the smoothing, g the
+    target and m the margin, beta (chosen - rejected).
+
+    DPO: Rafailov et al. 2023, equation 7, with conservative smoothing. SimPO: Meng et al. 2024,
+    equation 6.
     """
     margins = objective.beta * (chosen - rejected)
     if objective.gamma:

@@ -62,6 +62,7 @@ FLOORS = {
         attention data device_facts step gpu
         torch_device
         loss
+        pair_losses
         adapters
         surgery
         binding

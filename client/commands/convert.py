@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from penstock.client.cli import JsonOption, errors_explained
+
+if TYPE_CHECKING:
+    from penstock.client.convert.conversion import Conversion
 
 
 def convert(
@@ -59,27 +62,34 @@ def convert(
         refused = conversion.changes_result and not force
         if output is not None and not refused:
             write(conversion, output)
-        if as_json:
-            typer.echo(json.dumps(conversion.to_dict(), indent=1))
-        else:
-            if output is None and not refused:
-                typer.echo(conversion.to_yaml(), nl=False)
-            for line in conversion.remarks():
-                typer.echo(line, err=True)
-            if refused:
-                typer.echo(
-                    f"penstock: {file}: keys that change the result were dropped; remove the keys,"
-                    " or write the configuration with --force",
-                    err=True,
-                )
-            elif output is not None:
-                rest = (
-                    f"start with: penstock train {output}"
-                    if conversion.is_whole
-                    else "add its sections to a configuration"
-                )
-                typer.echo(f"{output} is written; {rest}")
+        _report(conversion, file, output, refused=refused, as_json=as_json)
     raise typer.Exit(2 if refused else 0)
+
+
+def _report(
+    conversion: Conversion, file: Path, output: Path | None, *, refused: bool, as_json: bool
+) -> None:
+    """Prints a conversion: its configuration without ``output``, and its remarks."""
+    if as_json:
+        typer.echo(json.dumps(conversion.to_dict(), indent=1))
+    else:
+        if output is None and not refused:
+            typer.echo(conversion.to_yaml(), nl=False)
+        for line in conversion.remarks():
+            typer.echo(line, err=True)
+        if refused:
+            typer.echo(
+                f"penstock: {file}: keys that change the result were dropped; remove the keys,"
+                " or write the configuration with --force",
+                err=True,
+            )
+        elif output is not None:
+            rest = (
+                f"start with: penstock train {output}"
+                if conversion.is_whole
+                else "add its sections to a configuration"
+            )
+            typer.echo(f"{output} is written; {rest}")
 
 
 def register(app: typer.Typer) -> None:

@@ -109,8 +109,7 @@ def convert(tool: str, path: Path, devices: int, objective: str | None = None) -
     entry = TOOLS[tool]
     if objective is not None and (tool != "trl" or objective not in PAIR_OBJECTIVES):
         raise ConfigError(
-            f"--objective {objective}: goes with trl, whose files do not tell it, and is"
-            f" {', '.join(PAIR_OBJECTIVES)}"
+            f"--objective {objective}: goes with trl alone, and takes {', '.join(PAIR_OBJECTIVES)}"
         )
     reading = KeyReading.of(path, entry.table, devices, entry.old, objective)
     entry.convert(reading)

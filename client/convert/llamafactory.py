@@ -59,15 +59,11 @@ from penstock.client.convert.keys import (
 )
 from penstock.client.convert.pairs import (
     LLAMA_FACTORY,
-    ONE_LOSS,
-    SIGMOID,
-    put_loss,
-    put_rows,
-    put_term,
+    check_llamafactory,
+    put_llamafactory,
 )
 from penstock.client.convert.passes import REGISTRY, entries_of
 from penstock.client.convert.reading import KeyReading
-from penstock.config.values import DPO, ORPO, SIMPO
 
 OLD_NAMES: Mapping[str, str] = {**OLD}
 
@@ -278,7 +274,7 @@ def convert(reading: KeyReading) -> None:
     reading.map("stage", {})
     pairs = stage == "dpo"
     if pairs:
-        _check_pairs(reading)
+        check_llamafactory(reading)
     put_model(reading, "model_name_or_path")
     _put_precision(reading)
     _put_sources(reading, pairs=pairs)
@@ -295,84 +291,9 @@ def convert(reading: KeyReading) -> None:
     _put_method(reading)
     _put_evaluations(reading)
     if pairs:
-        _put_pairs(reading)
+        put_llamafactory(reading)
     else:
         _put_smoothing(reading)
-
-
-_LOSSES = {SIGMOID: DPO, ORPO: ORPO, SIMPO: SIMPO}
-"""Losses of LLaMA-Factory's ``stage: dpo``, and the objectives."""
-
-_REFERENCE_KEYS = ("ref_model", "ref_model_adapters", "ref_model_quantization_bit")
-
-
-def _check_pairs(reading: KeyReading) -> None:
-    """Refuses values that ``stage: dpo`` cannot have.
-
-    Raises:
-        ConfigError: the loss is another one, or a key goes with ``stage: sft``.
-    """
-    loss = reading.get("pref_loss")
-    if loss not in _LOSSES:
-        raise reading.refused("pref_loss", loss, ONE_LOSS.format("LLaMA-Factory"))
-    if loss != SIGMOID and reading.get("dpo_label_smoothing"):
-        value = reading.get("dpo_label_smoothing")
-        remedy = "goes with pref_loss sigmoid; remove it, as LLaMA-Factory asks"
-        raise reading.refused("dpo_label_smoothing", value, remedy)
-    for key in ("neat_packing", "train_on_prompt", "mask_history"):
-        if reading.get(key):
-            raise reading.refused(
-                key, True, "goes with stage sft; remove it, as LLaMA-Factory asks"
-            )
-
-
-def _put_pairs(reading: KeyReading) -> None:
-    """Sets the objective of pairs, and records another reference than the start of the run."""
-    objective = _LOSSES[reading.get("pref_loss")]
-    put_loss(reading, objective, float(reading.get("pref_beta")), "pref_beta")
-    reading.map("pref_loss", {"data.objective": objective})
-    put_rows(reading, "per_device_train_batch_size")
-    drop_used(reading, "ld_alpha")
-    if objective == DPO:
-        if reading.get("dpo_label_smoothing"):
-            put_term(reading, DPO, "label_smoothing", "dpo_label_smoothing")
-        drop_used(reading, "pref_bco_weight")
-        if reading.get("pref_ftx"):
-            reading.drop("pref_ftx", "the loss of dpo has no likelihood term")
-        _put_reference(reading)
-        return
-    for key in (*_REFERENCE_KEYS, "pref_bco_weight"):
-        if reading.get(key):
-            reading.drop(key, f"pref_loss {objective} does not read the key", Effect.NONE)
-    likelihood = float(reading.get("pref_ftx"))
-    if objective == SIMPO:
-        put_term(reading, SIMPO, "gamma", "simpo_gamma")
-    else:
-        likelihood += 1.0
-    if likelihood:
-        terms = {"likelihood": likelihood, "likelihood_mean": "samples"}
-        if objective == ORPO:
-            terms["likelihood_on"] = "completion"
-        reading.config["data"][objective] |= terms
-        reading.map("pref_ftx", {f"data.{objective}": terms})
-
-
-def _put_reference(reading: KeyReading) -> None:
-    """Records another reference than the start of the run."""
-    start = reading.config.get("adapter", {}).get("path")
-    keys = _REFERENCE_KEYS
-    given = [reading.get(key) for key in keys]
-    if given[0] is None and start is not None:
-        why = (
-            "the reference is the model without the adapter there, and with the adapter here: set"
-            f" ref_model to the model and ref_model_adapters to {start}"
-        )
-        reading.drop("ref_model", why)
-    same = given[0] is None or given == [reading.get("model_name_or_path"), start, None]
-    for key in keys:
-        if reading.get(key) is not None:
-            effect = Effect.NONE if same else Effect.RESULT
-            reading.drop(key, reading.table[key].used, effect)
 
 
 def _put_method(reading: KeyReading) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock.client.convert.adapters import drop_used
 from penstock.client.convert.keys import (
     Effect,
     Table,
@@ -34,6 +35,80 @@ _TERM = "the loss of pairs is the sigmoid of DPO alone"
 _SECTIONS = "data.dpo data.orpo data.simpo"
 BETA_NOTE = "{beta: NUMBER}, in the section of data.objective"
 _OTHER_STAGE = "another stage or loss reads the key"
+
+_NO_ALPHA = "no loss has the rewards of AlphaPO; use 0, or train with TRL"
+
+TRL: Table = placed(
+    {
+        # DPOConfig
+        **mapped(ValueKind.NUMBER, beta=0.1, label_smoothing=0.0),
+        **dropped(
+            Effect.NONE,
+            "the start computes the reference once",
+            precompute_ref_log_probs=False,
+            precompute_ref_batch_size=None,
+        ),
+        **dropped(Effect.RESULT, "dropout is off with pairs of answers", disable_dropout=True),
+        **dropped(
+            Effect.RESULT,
+            _REFERENCE,
+            sync_ref_model=False,
+        ),
+        **without(
+            Effect.NONE, "sync_ref_model is false", "ref_model_mixup_alpha ref_model_sync_steps"
+        ),
+        **dropped(
+            Effect.RESULT,
+            "the loss of dpo is the sigmoid",
+            f_divergence_type="reverse_kl",
+            use_weighting=False,
+            ld_alpha=None,
+            loss_weights=None,
+        ),
+        **without(Effect.NONE, "other losses read the key", "f_alpha_divergence_coef discopop_tau"),
+        # ORPOConfig and CPOConfig
+        **mapped(ValueKind.NUMBER, cpo_alpha=1.0, simpo_gamma=0.5),
+        **dropped(Effect.RESULT, _NO_ALPHA, alpha=0.0),
+        **dropped(Effect.NONE, "evaluations generate no text", generate_during_eval=False),
+        **without(Effect.NONE, "padding does not count", "padding_value"),
+        **without(
+            Effect.NONE,
+            "only encoder-decoders read the key",
+            "max_completion_length is_encoder_decoder",
+        ),
+    },
+    {
+        "beta": _SECTIONS,
+        "label_smoothing": "data.simpo",
+        "cpo_alpha": "data.simpo",
+        "simpo_gamma": "data.simpo",
+    },
+    {
+        "beta": BETA_NOTE,
+        "label_smoothing": "{label_smoothing: SHARE}",
+        "cpo_alpha": "{likelihood: NUMBER}",
+        "simpo_gamma": "{gamma: NUMBER}",
+    },
+)
+"""Keys of TRL's DPOConfig, ORPOConfig and CPOConfig."""
+
+_DPO_KEYS = (
+    *("beta", "precompute_ref_log_probs", "precompute_ref_batch_size", "sync_ref_model"),
+    *("disable_dropout", "f_divergence_type", "use_weighting", "ld_alpha", "loss_weights"),
+)
+"""Keys that of the tuned trainers only those of pairs have."""
+
+_UNREFERENCED_KEYS = (
+    *("max_completion_length", "is_encoder_decoder", "padding_value", "generate_during_eval"),
+)
+"""Keys that ORPOConfig and CPOConfig have, and DPOConfig lacks."""
+
+_SIMPO_KEYS = ("cpo_alpha", "simpo_gamma")
+"""Keys that only CPOConfig has."""
+
+_DPO_RATE = 1e-6
+"""Learning rate of DPOConfig, ORPOConfig and CPOConfig without ``learning_rate``."""
+
 
 LLAMA_FACTORY: Table = placed(
     {
@@ -124,6 +199,12 @@ AXOLOTL: Table = placed(
 """Keys of Axolotl's ``rl``: dpo, orpo and simpo."""
 
 
+_LOSSES = {SIGMOID: DPO, ORPO: ORPO, SIMPO: SIMPO}
+"""Losses of LLaMA-Factory's ``stage: dpo``, and the objectives."""
+
+_REFERENCE_KEYS = ("ref_model", "ref_model_adapters", "ref_model_quantization_bit")
+
+
 def trains_on_pairs(reading: KeyReading) -> bool:
     """Returns whether a file of Axolotl trains on pairs.
 
@@ -191,6 +272,139 @@ def _put_axolotl_dpo(reading: KeyReading) -> None:
             " adapter here; set rl_adapter_ref_model: true",
             value=False,
         )
+
+
+def names_pairs(reading: KeyReading) -> bool:
+    """Returns whether a key of a file of TRL is one of pairs alone."""
+    keys = (*_DPO_KEYS, *_SIMPO_KEYS)
+    return reading.objective is not None or any(key in reading.values for key in keys)
+
+
+def _objective(reading: KeyReading) -> str:
+    """Returns the objective of a file of pairs.
+
+    Raises:
+        ConfigError: the loss is another one, or the file may be one of two trainers.
+    """
+    loss, named = reading.get("loss_type"), reading.objective
+    losses = loss if isinstance(loss, list) else [SIGMOID if loss is None else loss]
+    given = [key for key in _SIMPO_KEYS if key in reading.values]
+    if losses == [SIMPO] or (named == SIMPO and loss is None):
+        if named not in (None, SIMPO):
+            raise reading.refused("loss_type", loss, f"--objective is {named}; give simpo")
+        if reading.get("alpha"):
+            raise reading.refused("alpha", reading.get("alpha"), _NO_ALPHA)
+        return SIMPO
+    if losses != [SIGMOID] or named == SIMPO:
+        raise reading.refused("loss_type", loss, ONE_LOSS.format("TRL"))
+    if given:
+        remedy = (
+            f"is of CPOConfig, and its loss is {SIGMOID} without loss_type; set loss_type:"
+            " simpo, or train with TRL"
+        )
+        raise reading.refused(given[0], reading.values[given[0]], remedy)
+    both = [key for key in _UNREFERENCED_KEYS if key in reading.values]
+    if named is None and both:
+        remedy = "is of ORPOConfig, or of an old DPOConfig; give --objective orpo or dpo"
+        raise reading.refused(both[0], reading.values[both[0]], remedy)
+    return named or DPO
+
+
+def put_trl(reading: KeyReading) -> None:
+    """Sets the objective of pairs, and counts rows in place of pairs.
+
+    Raises:
+        ConfigError: the loss is another one, or the file may be one of two trainers.
+    """
+    objective = _objective(reading)
+    if "loss_type" in reading.values:
+        reading.map("loss_type", {"data.objective": objective})
+    put_loss(reading, objective, float(reading.get("beta")), "beta")
+    smoothing = reading.get("label_smoothing")
+    if objective == SIMPO:
+        put_term(reading, SIMPO, "gamma", "simpo_gamma")
+        put_term(reading, SIMPO, "likelihood", "cpo_alpha")
+        if smoothing:
+            put_term(reading, SIMPO, "label_smoothing", "label_smoothing")
+    elif smoothing:
+        reading.drop("label_smoothing", "TRL's loss does not read the key", Effect.NONE)
+    if objective == ORPO or (objective == SIMPO and reading.get("cpo_alpha")):
+        note_means(reading, "beta")
+    elif objective == SIMPO:
+        reading.map("beta", {}, MARKS)
+    put_rows(reading, "per_device_train_batch_size")
+    if "learning_rate" not in reading.values:
+        reading.put("optimizer.lr", _DPO_RATE)
+        reading.map("learning_rate", {"optimizer.lr": _DPO_RATE}, "the default of the trainer")
+
+
+def check_llamafactory(reading: KeyReading) -> None:
+    """Refuses values that ``stage: dpo`` cannot have.
+
+    Raises:
+        ConfigError: the loss is another one, or a key goes with ``stage: sft``.
+    """
+    loss = reading.get("pref_loss")
+    if loss not in _LOSSES:
+        raise reading.refused("pref_loss", loss, ONE_LOSS.format("LLaMA-Factory"))
+    if loss != SIGMOID and reading.get("dpo_label_smoothing"):
+        value = reading.get("dpo_label_smoothing")
+        remedy = "goes with pref_loss sigmoid; remove it, as LLaMA-Factory asks"
+        raise reading.refused("dpo_label_smoothing", value, remedy)
+    for key in ("neat_packing", "train_on_prompt", "mask_history"):
+        if reading.get(key):
+            raise reading.refused(
+                key, True, "goes with stage sft; remove it, as LLaMA-Factory asks"
+            )
+
+
+def put_llamafactory(reading: KeyReading) -> None:
+    """Sets the objective of pairs, and records another reference than the start of the run."""
+    objective = _LOSSES[reading.get("pref_loss")]
+    put_loss(reading, objective, float(reading.get("pref_beta")), "pref_beta")
+    reading.map("pref_loss", {"data.objective": objective})
+    put_rows(reading, "per_device_train_batch_size")
+    drop_used(reading, "ld_alpha")
+    if objective == DPO:
+        if reading.get("dpo_label_smoothing"):
+            put_term(reading, DPO, "label_smoothing", "dpo_label_smoothing")
+        drop_used(reading, "pref_bco_weight")
+        if reading.get("pref_ftx"):
+            reading.drop("pref_ftx", "the loss of dpo has no likelihood term")
+        _put_reference(reading)
+        return
+    for key in (*_REFERENCE_KEYS, "pref_bco_weight"):
+        if reading.get(key):
+            reading.drop(key, f"pref_loss {objective} does not read the key", Effect.NONE)
+    likelihood = float(reading.get("pref_ftx"))
+    if objective == SIMPO:
+        put_term(reading, SIMPO, "gamma", "simpo_gamma")
+    else:
+        likelihood += 1.0
+    if likelihood:
+        terms = {"likelihood": likelihood, "likelihood_mean": "samples"}
+        if objective == ORPO:
+            terms["likelihood_on"] = "completion"
+        reading.config["data"][objective] |= terms
+        reading.map("pref_ftx", {f"data.{objective}": terms})
+
+
+def _put_reference(reading: KeyReading) -> None:
+    """Records another reference than the start of the run."""
+    start = reading.config.get("adapter", {}).get("path")
+    keys = _REFERENCE_KEYS
+    given = [reading.get(key) for key in keys]
+    if given[0] is None and start is not None:
+        why = (
+            "the reference is the model without the adapter there, and with the adapter here: set"
+            f" ref_model to the model and ref_model_adapters to {start}"
+        )
+        reading.drop("ref_model", why)
+    same = given[0] is None or given == [reading.get("model_name_or_path"), start, None]
+    for key in keys:
+        if reading.get(key) is not None:
+            effect = Effect.NONE if same else Effect.RESULT
+            reading.drop(key, reading.table[key].used, effect)
 
 
 def put_loss(reading: KeyReading, objective: str, beta: float, key: str) -> None:

@@ -49,25 +49,14 @@ from penstock.client.convert.keys import (
     switched,
     without,
 )
-from penstock.client.convert.pairs import (
-    BETA_NOTE,
-    MARKS,
-    ONE_LOSS,
-    SIGMOID,
-    note_means,
-    put_loss,
-    put_rows,
-    put_term,
-)
+from penstock.client.convert.pairs import TRL, names_pairs, put_trl
 from penstock.client.convert.passes import counted_records
 from penstock.client.convert.reading import KeyReading
 from penstock.config.hub_names import hub_name
-from penstock.config.values import DPO, ORPO, SIMPO
 from penstock.host.inputs import read_text
 
 OLD_NAMES: Mapping[str, str] = {**OLD, "max_seq_length": "max_length"}
 _NO_LORA = "use_peft is false"
-_NO_ALPHA = "no loss has the rewards of AlphaPO; use 0, or train with TRL"
 _QUANTIZATION = "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage"
 _BUILDERS = ("json", "csv", "parquet", "text", "arrow")
 _COLUMNS = (
@@ -173,57 +162,8 @@ _KEYS: Table = {
     **dropped(Effect.SPEED, "data.packing decides", padding_free=False),
     **dropped(Effect.SPEED, "schedule.recompute decides", activation_offloading=False),
     "loss_type": Key(why="the loss is the mean negative log-likelihood"),
-    # DPOConfig
-    **mapped(ValueKind.NUMBER, beta=0.1, label_smoothing=0.0),
-    **dropped(
-        Effect.NONE,
-        "the start computes the reference once",
-        precompute_ref_log_probs=False,
-        precompute_ref_batch_size=None,
-    ),
-    **dropped(Effect.RESULT, "dropout is off with pairs of answers", disable_dropout=True),
-    **dropped(
-        Effect.RESULT, "the reference is the model at the start of the run", sync_ref_model=False
-    ),
-    **without(Effect.NONE, "sync_ref_model is false", "ref_model_mixup_alpha ref_model_sync_steps"),
-    **dropped(
-        Effect.RESULT,
-        "the loss of dpo is the sigmoid",
-        f_divergence_type="reverse_kl",
-        use_weighting=False,
-        ld_alpha=None,
-        loss_weights=None,
-    ),
-    **without(Effect.NONE, "other losses read the key", "f_alpha_divergence_coef discopop_tau"),
-    # ORPOConfig and CPOConfig
-    **mapped(ValueKind.NUMBER, cpo_alpha=1.0, simpo_gamma=0.5),
-    **dropped(Effect.RESULT, _NO_ALPHA, alpha=0.0),
-    **dropped(Effect.NONE, "evaluations generate no text", generate_during_eval=False),
-    **without(Effect.NONE, "padding does not count", "padding_value"),
-    **without(
-        Effect.NONE,
-        "only encoder-decoders read the key",
-        "max_completion_length is_encoder_decoder",
-    ),
+    **TRL,
 }
-_DPO_KEYS = (
-    *("beta", "precompute_ref_log_probs", "precompute_ref_batch_size", "sync_ref_model"),
-    *("disable_dropout", "f_divergence_type", "use_weighting", "ld_alpha", "loss_weights"),
-)
-"""Keys that of the tuned trainers only those of pairs have."""
-
-_UNREFERENCED_KEYS = (
-    *("max_completion_length", "is_encoder_decoder", "padding_value", "generate_during_eval"),
-)
-"""Keys that ORPOConfig and CPOConfig have, and DPOConfig lacks."""
-
-_TAKEN = "set loss_type: simpo, or train with TRL"
-_SIMPO_KEYS = ("cpo_alpha", "simpo_gamma")
-"""Keys that only CPOConfig has."""
-
-_DPO_RATE = 1e-6
-"""Learning rate of DPOConfig, ORPOConfig and CPOConfig without ``learning_rate``."""
-
 TABLE = placed(
     _KEYS,
     {
@@ -243,10 +183,6 @@ TABLE = placed(
         "completion_only_loss": "data.train_on",
         "dataset_text_field": "data.sources",
         "chat_template_path": "data.chat_template",
-        "beta": "data.dpo data.orpo data.simpo",
-        "label_smoothing": "data.simpo",
-        "cpo_alpha": "data.simpo",
-        "simpo_gamma": "data.simpo",
         "loss_type": "data.objective",
         "use_peft": "adapter.r",
         "lora_r": "adapter.r",
@@ -257,10 +193,6 @@ TABLE = placed(
         "use_rslora": "adapter.rslora",
     },
     {
-        "beta": BETA_NOTE,
-        "label_smoothing": "{label_smoothing: SHARE}",
-        "cpo_alpha": "{likelihood: NUMBER}",
-        "simpo_gamma": "{gamma: NUMBER}",
         "loss_type": "dpo is sigmoid",
         "use_peft": "the section adapter makes the training one of LoRA",
         "dataset_text_field": "columns: {text: NAME} of a source",
@@ -293,7 +225,7 @@ def convert(reading: KeyReading) -> None:
     _put_evaluations(reading)
     _put_adapter(reading)
     if pairs:
-        _put_pairs(reading)
+        put_trl(reading)
         return
     if reading.get("label_smoothing_factor"):
         put_smoothing(reading)
@@ -303,66 +235,10 @@ def convert(reading: KeyReading) -> None:
 
 def _has_pairs(reading: KeyReading) -> bool:
     """Returns whether a file is one of pairs: by its keys, or by the columns of the data."""
-    keys = (*_DPO_KEYS, *_SIMPO_KEYS, *_UNREFERENCED_KEYS)
-    if reading.objective is not None or any(key in reading.values for key in keys):
+    if names_pairs(reading):
         return True
     paths = [Path(source["path"]) for source in reading.config["data"]["sources"]]
     return all(first_columns(path) >= {"chosen", "rejected"} for path in paths)
-
-
-def _objective(reading: KeyReading) -> str:
-    """Returns the objective of a file of pairs.
-
-    Raises:
-        ConfigError: the loss is another one, or the file may be one of two trainers.
-    """
-    loss, named = reading.get("loss_type"), reading.objective
-    losses = loss if isinstance(loss, list) else [SIGMOID if loss is None else loss]
-    given = [key for key in _SIMPO_KEYS if key in reading.values]
-    if losses == [SIMPO] or (named == SIMPO and loss is None):
-        if named not in (None, SIMPO):
-            raise reading.refused("loss_type", loss, f"--objective is {named}; give simpo")
-        if reading.get("alpha"):
-            raise reading.refused("alpha", reading.get("alpha"), _NO_ALPHA)
-        return SIMPO
-    if losses != [SIGMOID] or (named == SIMPO):
-        raise reading.refused("loss_type", loss, ONE_LOSS.format("TRL"))
-    if given:
-        remedy = f"is of CPOConfig, whose loss is {SIGMOID} without loss_type; {_TAKEN}"
-        raise reading.refused(given[0], reading.values[given[0]], remedy)
-    both = [key for key in _UNREFERENCED_KEYS if key in reading.values]
-    if named is None and both:
-        remedy = "is of ORPOConfig, or of an old DPOConfig; give --objective orpo or dpo"
-        raise reading.refused(both[0], reading.values[both[0]], remedy)
-    return named or DPO
-
-
-def _put_pairs(reading: KeyReading) -> None:
-    """Sets the objective of pairs, and counts rows in place of pairs.
-
-    Raises:
-        ConfigError: the loss is another one, or the file may be one of two trainers.
-    """
-    objective = _objective(reading)
-    if "loss_type" in reading.values:
-        reading.map("loss_type", {"data.objective": objective})
-    put_loss(reading, objective, float(reading.get("beta")), "beta")
-    smoothing = reading.get("label_smoothing")
-    if objective == SIMPO:
-        put_term(reading, SIMPO, "gamma", "simpo_gamma")
-        put_term(reading, SIMPO, "likelihood", "cpo_alpha")
-        if smoothing:
-            put_term(reading, SIMPO, "label_smoothing", "label_smoothing")
-    elif smoothing:
-        reading.drop("label_smoothing", "TRL's loss does not read the key", Effect.NONE)
-    if objective == ORPO or (objective == SIMPO and reading.get("cpo_alpha")):
-        note_means(reading, "beta")
-    elif objective == SIMPO:
-        reading.map("beta", {}, MARKS)
-    put_rows(reading, "per_device_train_batch_size")
-    if "learning_rate" not in reading.values:
-        reading.put("optimizer.lr", _DPO_RATE)
-        reading.map("learning_rate", {"optimizer.lr": _DPO_RATE}, "the default of the trainer")
 
 
 def _put_precision(reading: KeyReading) -> None:

@@ -129,9 +129,9 @@ def with_likelihoods(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Returns the micro-batches of a global batch with factors of the likelihood term of pairs;
     batches without such a term stay as they are.
 
-    The sum of the losses is divided by the number N of pairs. So a token has the factor a N / T
-    with T tokens of chosen rows in the global batch, and a / t with t tokens in its own row, where
-    a is the factor of the term.
+    A step divides the sum of the losses by the number N of pairs. The factor of a
+    token in the mean over tokens is a N / T. Here a is the factor of the term, and T the number of
+    tokens in the global batch. In the mean over pairs it is a / t, with t tokens in the row.
     """
     counts = [b.likelihood_tokens if b.preferences is not None else None for b in batches]
     total = sum(int(count.sum()) for count in counts if count is not None)

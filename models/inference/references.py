@@ -363,7 +363,7 @@ class _Partial:
 
 
 def _batch(file: RowFile, rows: range) -> MicroBatch:
-    """Returns rows as a micro-batch of pairs, whose scores are their log-probabilities."""
+    """Returns rows as a micro-batch of pairs. The scores are the summed log-probabilities."""
     batch = file.layout.batch([file.row(n) for n in rows])
     sums = Preferences(objective=PairObjective(name=DPO, beta=1.0))
     return MicroBatch(input_ids=batch.input_ids, labels=batch.labels, preferences=sums)

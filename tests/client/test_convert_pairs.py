@@ -88,7 +88,7 @@ def trl_pairs(objective: str | None = None, **keys: Any) -> Conversion:
 
 
 def test_trl_without_a_reference() -> None:
-    """Keys of CPOConfig tell SimPO; a file of ORPOConfig looks like one of DPOConfig."""
+    """Keys of CPOConfig tell SimPO; a file of ORPOConfig has the keys of DPOConfig."""
     orpo = trl_pairs("orpo", beta=0.3, per_device_train_batch_size=3, max_completion_length=9)
     config = parse_config(dict(orpo.config))
     assert orpo.config["data"]["objective"] == "orpo" and not orpo.changes_result
@@ -109,20 +109,21 @@ def test_trl_without_a_reference() -> None:
     }
     assert trl_pairs("simpo").config["data"]["objective"] == "simpo"
     assert trl_pairs("dpo", padding_value=0).config["data"]["dpo"] == {"beta": 0.1}
-    assert fates(trl_pairs(beta=0.2, label_smoothing=0.1)) == {"label_smoothing": "none"}
+    given = trl_pairs(beta=0.2, label_smoothing=0.1, per_device_train_batch_size=3)
+    assert fates(given) == {"label_smoothing": "none"}
 
 
 @pytest.mark.parametrize(
     ("objective", "keys", "words"),
     [
-        (None, {"cpo_alpha": 0.5}, "cpo_alpha = 0.5: is of CPOConfig, whose loss is sigmoid"),
+        (None, {"cpo_alpha": 0.5}, "cpo_alpha = 0.5: is of CPOConfig, and its loss is sigmoid"),
         (None, {"loss_type": "hinge"}, "loss_type = 'hinge': the losses of pairs are those of"),
         (None, {"loss_type": "alphapo"}, "loss_type = 'alphapo': the losses"),
         (None, {"loss_type": "simpo", "alpha": 0.2}, "alpha = 0.2: no loss has the rewards"),
         (None, {"padding_value": 3}, "padding_value = 3: is of ORPOConfig, or of an old"),
         ("orpo", {"loss_type": "simpo"}, "loss_type = 'simpo': --objective is orpo; give simpo"),
         ("simpo", {"loss_type": "sigmoid"}, "loss_type = 'sigmoid': the losses of pairs"),
-        ("kto", {}, "--objective kto: goes with trl, whose files do not tell it, and is dpo, orpo"),
+        ("kto", {}, "--objective kto: goes with trl alone, and takes dpo, orpo, simpo"),
     ],
 )
 def test_files_of_trl_for_other_trainers(

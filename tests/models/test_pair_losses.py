@@ -147,9 +147,9 @@ def test_losses_and_gradients_of_pairs_are_those_of_torch(
     count = SEQUENCES * LENGTH
     hidden = head.hidden.detach()[:count].double().requires_grad_()
     weight = head.block.leaves["weight"].detach().double().requires_grad_()
-    expected, wanted = plain(hidden, weight, *labels_of(head), objective)
+    expected, plain_margins = plain(hidden, weight, *labels_of(head), objective)
     (expected * 0.37).backward()
-    np.testing.assert_allclose(np.concatenate(margins), wanted.detach().numpy(), rtol=1e-5)
+    np.testing.assert_allclose(np.concatenate(margins), plain_margins.detach().numpy(), rtol=1e-5)
     torch.testing.assert_close(loss.double() / counted, expected, rtol=1e-6, atol=0)
     assert head.hidden.grad is not None and hidden.grad is not None and weight.grad is not None
     torch.testing.assert_close(head.hidden.grad[:count].double(), hidden.grad, rtol=1e-5, atol=1e-7)

@@ -116,7 +116,7 @@ def test_an_empty_answer_stays_beside_the_other_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("objective", ["orpo", "simpo"])
 def test_an_empty_answer_has_no_mean(tmp_path: Path, objective: str) -> None:
-    """With an end token each answer has a token; without one the pair is refused, or skipped."""
+    """An end token gives each answer a token. Without one the pair is refused, or skipped."""
     records, terms = [{**TEXT, "rejected": ""}, TEXT], {"objective": objective}
     prepared(tmp_path, records, **terms)
     assert texts(tmp_path / "run")[:2] == [("Sky?", " blue"), ("Sky?", "")]

@@ -39,8 +39,8 @@ LENGTH = 96
 
 
 def save(folder: Path) -> None:
-    """Writes model and tokenizer, which names no beginning token: these trainers of TRL put one in
-    front of a text even if the tokenizer does not.
+    """Writes model and tokenizer. The tokenizer has no bos token: these trainers of TRL put one in
+    front of a text, also where the tokenizer does not.
     """
     sft.save(folder, dpo.TEMPLATE)
     path = folder / "tokenizer_config.json"
