@@ -234,7 +234,7 @@ def test_pairs_of_a_registry_are_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"ranking": False}, "ranking = False: data.objective dpo reads pairs"),
+        ({"ranking": False}, "ranking = False: data.objective dpo, orpo and simpo read pairs"),
         ({"columns": {"prompt": "instruction", "chosen": "good"}}, "columns has no rejected"),
         ({"columns": None}, "ranking = True: columns has no chosen"),
     ],
