@@ -17,6 +17,7 @@ from penstock.daemons.scheduler.machine.activities.learning_rates import learnin
 from penstock.models.data.chat.published.variants import training_text
 from tests.client.test_convert import TRL as FILE
 from tests.data.dpo import make as dpo
+from tests.data.preferences import make as preferences
 from tests.data.sft import make
 from tests.integration.trainers.environments import TRL, answer, environment, ran
 from tests.models.test_masks import DATA, compare
@@ -50,6 +51,16 @@ def test_the_stored_losses_of_pairs_are_those_of_trl(trl: Path, tmp_path: Path) 
     stored = json.loads((Path(dpo.__file__).parent / "losses.json").read_text())
     assert made.keys() == stored.keys()
     for kind in dpo.LENGTHS:
+        assert made[kind]["losses"] == pytest.approx(stored[kind]["losses"], abs=1e-5), kind
+        assert made[kind]["eval"] == pytest.approx(stored[kind]["eval"], abs=1e-5), kind
+
+
+def test_the_stored_losses_without_a_reference_are_those_of_trl(trl: Path, tmp_path: Path) -> None:
+    ran(trl, "tests.data.preferences.make", str(tmp_path))
+    made = json.loads((tmp_path / "losses.json").read_text())
+    stored = json.loads((Path(preferences.__file__).parent / "losses.json").read_text())
+    assert made.keys() == stored.keys()
+    for kind in preferences.KINDS:
         assert made[kind]["losses"] == pytest.approx(stored[kind]["losses"], abs=1e-5), kind
         assert made[kind]["eval"] == pytest.approx(stored[kind]["eval"], abs=1e-5), kind
 
