@@ -20,7 +20,7 @@ from penstock.daemons.node.preparing.planned_run import (
     plan_anyway,
     planned_before,
 )
-from penstock.daemons.node.preparing.tool import table_of
+from penstock.daemons.node.preparing.tables import table_of
 from penstock.deploy.kubernetes.manifests import PodNeeds
 from penstock.host.errors import ConfigError, PenstockError
 from penstock.host.limits.cgroup import CpuLimit, cpu_limit

@@ -39,7 +39,11 @@ COLUMN_NAMES = (
 class RecordsConfig(Section):
     """Keys of a place with records, and of the way to read them."""
 
-    path: str | None = Field(default=None, description="A file, folder or glob, as `data.path`.")
+    path: str | None = Field(
+        default=None,
+        description="A file, folder or glob, as `data.path`; or a data set of the Hub, with"
+        " `split`: `org/name`, `org/name@revision` or `org/name@main/FOLDER`.",
+    )
     registry: str | None = Field(
         default=None,
         description="LLaMA-Factory's `dataset_info.json`, in place of `path`. Its entry decides on"

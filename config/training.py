@@ -95,7 +95,8 @@ class ModelConfig(Section):
     path: Path | None = Field(
         default=None,
         description="A local directory as the Hub has them: `config.json`, safetensors files, and"
-        " the tokenizer. The files are those that transformers takes: `transformers_weights` of"
+        " the tokenizer. Or a name of the Hub such as `Qwen/Qwen3-0.6B`, also with `@revision`: the"
+        " first start fetches the files, and the run keeps the commit. The files are those that transformers takes: `transformers_weights` of"
         " `config.json`, else `model.safetensors`, else the shards that its index names. Every"
         " machine reads it.",
     )

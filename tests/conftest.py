@@ -200,6 +200,7 @@ def token_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("caches")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "session"))
+        patch.setenv("HF_HUB_OFFLINE", "1")  # a missing path asks no Hub
         yield folder
 
 

@@ -71,7 +71,7 @@ FLOORS = {
         runtime
         apart
         prepare
-        profiling inference exchange""",
+        profiling inference exchange hub""",
     "daemons": """kit preload
         memory fetch monitor
         node optimizer scheduler

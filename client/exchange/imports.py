@@ -18,6 +18,7 @@ from typing import Any
 
 from penstock.config.schema import Config
 from penstock.config.values import CHOSEN_LATER
+from penstock.daemons.node.preparing.hub import fetched_config
 from penstock.daemons.node.preparing.places import with_absolute_paths
 from penstock.daemons.node.preparing.prepare import IMPORTING, prepare_run
 from penstock.daemons.node.preparing.tool import run_models_prepare, run_tool
@@ -77,6 +78,7 @@ def check(config: Config, request: Import, say: Say, starter: Starter | None) ->
             f"cluster.device: {config.cluster.device!r} has a model of its own; import needs cpu or"
             " cuda"
         )
+    config = fetched_config(config, say)
     with scratch_folder("import") as folder:
         RunDirectory.create(folder)
         text = with_absolute_paths(config).to_yaml()

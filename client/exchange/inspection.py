@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.values import human_bytes
+from penstock.daemons.node.preparing.hub import WHOLE, local_folder
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.host.trust import printable
 
@@ -23,6 +24,7 @@ def inspect(path: Path) -> dict[str, Any]:
         StateError: a file is missing or damaged; names the file.
     """
     lines: list[str] = []
+    path = local_folder("PATH", path, WHOLE, lambda line: None)
     run_tool("penstock.models.exchange.inspecting", str(path), progress=lines.append)
     fields: dict[str, Any] = json.loads(lines[-1])
     return fields

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.client.export import verified_state
+from penstock.daemons.node.preparing.hub import DATA, WHOLE, HubFiles, local_folder
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.host.errors import ConfigError, PenstockError
 from penstock.host.files import parse_json
@@ -47,13 +48,15 @@ class ChosenModel:
         return None if self.state is None else self.directory / "logs"
 
 
-def choose(directory: Path, step: int | None, config: Path | None = None) -> ChosenModel:
-    """Returns the model in a run directory or a Hugging Face folder.
+def choose(directory: Path, step: int | None, say: Say, config: Path | None = None) -> ChosenModel:
+    """Returns the model in a run directory, a Hugging Face folder, or of the Hub. ``say`` receives
+    messages about a fetch.
 
     Raises:
         ConfigError: it is neither, or an option does not go with it, or no state is saved.
         StateError: the saved state is damaged.
     """
+    directory = local_folder("MODEL", directory, WHOLE, say)
     if (directory / "run.json").exists():
         if config is not None:
             raise ConfigError(
@@ -121,7 +124,7 @@ def generate(
         StateError: the saved state is damaged.
     """
     request.check()
-    chosen = choose(directory, step)
+    chosen = choose(directory, step, say)
     result = _answer("generate", chosen, request.words, say, write)
     return {**result, "step": chosen.step}
 
@@ -136,11 +139,13 @@ def evaluate(
         ConfigError: an option, the model or the data cannot be used.
         StateError: the saved state is damaged.
     """
+    fetched = HubFiles(progress=say).local("--data", data, DATA)
+    data = data if fetched is None else str(fetched.path)
     if not (Path(data).exists() or glob.has_magic(data) or data.startswith("@")):
         raise ConfigError(f"--data {data}: no such file or folder")
     if config is not None and not config.is_file():
         raise ConfigError(f"--config {config}: no such file")
-    chosen = choose(directory, step, config)
+    chosen = choose(directory, step, say, config)
     result = _answer("evaluate", chosen, [f"--data={data}"], say, lambda piece: None)
     return {**result, "step": chosen.step}
 

@@ -19,6 +19,7 @@ import typer
 from penstock.client.views.output import KEPT, behind
 from penstock.config.schema import Config
 from penstock.daemons.node.preparing.emulated import write_model
+from penstock.daemons.node.preparing.hub import TOKENIZER, fetched_config
 from penstock.daemons.node.preparing.places import with_absolute_paths
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.host.errors import ConfigError
@@ -109,7 +110,7 @@ def read_rows(
     end = () if rows.end is None else ("--end", str(rows.end))
     with scratch_folder("data") as run_dir:
         RunDirectory.create(run_dir)
-        config = with_absolute_paths(config)
+        config = with_absolute_paths(fetched_config(config, progress, model=TOKENIZER))
         write_atomically(run_dir / "resolved.yaml", config.to_yaml())
         if config.cluster.platform.builtin_model:
             write_model(Emulation.of(config), run_dir)

@@ -21,6 +21,8 @@ from penstock.config.hub_names import from_hub
 from penstock.config.schema import Config, parse_config
 from penstock.config.words import apply_overrides
 from penstock.daemons.node.preparing.gpus import LIBRARY, FoundGpu, found_gpus, guess_here
+from penstock.daemons.node.preparing.hub import CONFIG as CONFIG_ONLY
+from penstock.daemons.node.preparing.hub import local_folder
 from penstock.daemons.node.preparing.planned_run import HostMachine
 from penstock.host.errors import ConfigError
 from penstock.host.files import DAMAGED, parse_json
@@ -127,7 +129,9 @@ class Description:
                 (folder / CONFIG).write_text(json.dumps(content), encoding="utf-8")
                 yield self._config(folder)
         else:
-            yield self._config(_folder_of(path))
+            yield self._config(
+                _folder_of(local_folder("MODEL", path, CONFIG_ONLY, lambda line: None))
+            )
 
     def _config(self, folder: Path) -> Config:
         fields = _fields(folder / CONFIG)

@@ -19,7 +19,7 @@ from penstock.daemons.node.preparing.planned_run import (
     RunRequest,
     plan_anyway,
 )
-from penstock.daemons.node.preparing.tool import table_of
+from penstock.daemons.node.preparing.tables import table_of
 from penstock.planner.memory.table import MemoryRow
 from penstock.planner.render import Caption, timeline
 from penstock.planner.simulate import Simulation

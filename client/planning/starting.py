@@ -25,6 +25,7 @@ from penstock.config.hub_names import from_hub
 from penstock.config.schema import parse_config
 from penstock.config.values import human_bytes
 from penstock.daemons.node.preparing.gpus import FoundGpu
+from penstock.daemons.node.preparing.hub import DATA, TOKENIZER, HubFiles
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.host.errors import CapacityError, ConfigError, reason
 from penstock.host.files import DAMAGED, parse_json, write_new
@@ -105,7 +106,11 @@ class _Draft:
 
 
 def _text(start: Start, progress: Callable[[str], None]) -> str:
-    settings = _model_settings(start.model)
+    hub = HubFiles(progress=progress)
+    fetched = hub.local("--model", start.model, TOKENIZER)
+    folder = start.model if fetched is None else fetched.path
+    settings = _model_settings(folder, weighs=fetched is None)
+    records = hub.local("--data", start.data, DATA)
     draft = _Draft(values={"run": {"name": start.name, "dir": f"runs/{start.name}"}}, comments={})
     gpu = gpu_here()
     dtype = "fp32" if gpu is None else "bf16"
@@ -114,9 +119,14 @@ def _text(start: Start, progress: Callable[[str], None]) -> str:
     draft.put("model.dtype", dtype, f"type of the weights on the device{why}")
     draft.put("data.path", start.data, "")
     limit = positions(settings)
-    _put_template(draft, start.model)
+    _put_template(draft, folder)
+    # Names of the Hub stay in the file; their files of now are measured.
+    draft.values["model"]["path"] = str(folder)
+    draft.values["data"]["path"] = start.data if records is None else str(records.path)
     summary = _measured(draft, limit, progress)
-    costs = _costs(start.model, draft)
+    costs = _costs(folder, draft)
+    draft.values["model"]["path"] = str(start.model)
+    draft.values["data"]["path"] = start.data
     _put_rate(draft, costs)
     _put_device(draft, gpu)
     parse_config(draft.values, source=str(start.target))
@@ -174,8 +184,8 @@ def _first_summary(
         draft.put("data.sequence_length", limit, "")
 
 
-def _model_settings(folder: Path) -> Mapping[str, Any]:
-    """Returns ``config.json`` of a model folder.
+def _model_settings(folder: Path, *, weighs: bool) -> Mapping[str, Any]:
+    """Returns ``config.json`` of a model folder; ``weighs``: one that must have weights.
 
     Raises:
         ConfigError: the path is no model folder, or has no weights.
@@ -195,7 +205,7 @@ def _model_settings(folder: Path) -> Mapping[str, Any]:
         raise ConfigError(f"{place}: config.json is damaged: {error}; fetch it again") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{place}: config.json is no object; fetch it again")
-    if not any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin")):
+    if weighs and not any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin")):
         raise ConfigError(
             f"{place}: has no weights (*.safetensors); fetch the whole folder ({from_hub(folder)})"
         )

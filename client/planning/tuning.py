@@ -35,7 +35,7 @@ from penstock.daemons.node.preparing.planned_run import (
     plan_run,
 )
 from penstock.daemons.node.preparing.reliefs import reliefs
-from penstock.daemons.node.preparing.tool import table_of
+from penstock.daemons.node.preparing.tables import table_of
 from penstock.host.errors import CapacityError, ConfigError
 from penstock.host.inputs import read_text
 from penstock.planner.planning.auto import (

@@ -21,7 +21,7 @@ from penstock.client.planning.tuning import TuneOptions, tune_model
 from penstock.client.views.console import Console
 from penstock.config.schema import Config, load_config, parse_config
 from penstock.config.words import apply_overrides
-from penstock.daemons.node.preparing import planned_run, prepare, reliefs, tool
+from penstock.daemons.node.preparing import planned_run, prepare, reliefs, tables
 from penstock.daemons.node.preparing.planned_run import RunRequest, plan_anyway
 from penstock.host.errors import CapacityError, ConfigError
 from penstock.planner.cost.catalogue import GPUS, MODELS
@@ -43,7 +43,7 @@ def _tables_known() -> Callable[..., BlockTable]:
         shape = (config.model.path / "config.json").read_text()
         key = f"{shape} {config.model.dtype} {config.optimizer} {config.adapter}"
         if key not in known:
-            known[key] = tool.table_of(config, config_only=True)
+            known[key] = tables.table_of(config, config_only=True)
         return known[key]
 
     return table_of

@@ -31,6 +31,10 @@ from penstock.daemons.node.preparing.changes import (
     write_constraints,
 )
 from penstock.daemons.node.preparing.emulated import write_model
+from penstock.daemons.node.preparing.hub import (
+    HubFiles,
+    with_hub_files,
+)
 from penstock.daemons.node.preparing.layers import (
     compiles,
     first_guess,
@@ -150,7 +154,8 @@ def _prepare(
     previous = _previous(run_dir, progress)
     if previous is not None:
         refuse_damage(run_dir, progress)
-    config = with_absolute_paths(config)
+    hub = HubFiles.of_run(config, run_dir, progress)
+    config = with_absolute_paths(with_hub_files(config, hub))
     if previous is not None:
         config = follow_move(config, run_dir)
         previous = with_places(previous, config, run_dir, progress)
@@ -185,6 +190,7 @@ def _prepare(
         write_numerics(run, run.config, run.plan, software)
         run.record_checksums(fixed_values(run.config))
         software.write(run_dir)
+        hub.write(run_dir)
         return RunDirectory(run_dir)
 
 

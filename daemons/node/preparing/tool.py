@@ -11,7 +11,6 @@ from pathlib import Path
 
 from penstock.config.schema import Config
 from penstock.daemons.node.machine.machine import describe_exit
-from penstock.daemons.node.preparing.places import with_absolute_paths
 from penstock.daemons.node.run_lock import RunLock
 from penstock.daemons.preload.client import ChildProcess
 from penstock.daemons.preload.starting import Spawning, Starter
@@ -22,13 +21,9 @@ from penstock.host.errors import (
     LostMemberError,
     PenstockError,
 )
-from penstock.host.files import make_directory, write_atomically, writing
-from penstock.host.limits.scratch import scratch_folder
+from penstock.host.files import make_directory, writing
 from penstock.host.requirements import check_torch
 from penstock.host.stopping import StoppedDetector
-from penstock.planner.cost.emulation import Emulation
-from penstock.protocol.run.rundir import RunDirectory
-from penstock.shm.table import BlockTable
 
 Progress = Callable[[str], None]
 """Takes a line about the work in progress, or its result."""
@@ -174,23 +169,6 @@ class _Watchdog(threading.Thread):
         self._over.set()
         if self.is_alive():
             self.join()
-
-
-def table_of(config: Config, *, config_only: bool = False) -> BlockTable:
-    """Returns the block table of a configuration that has no run directory; at full size.
-    ``config_only``: of a model folder only ``config.json`` is read.
-
-    Raises:
-        ConfigError: the model is impossible.
-    """
-    if config.cluster.platform.builtin_model:
-        return Emulation.of(with_absolute_paths(config)).table
-    with scratch_folder("plan") as directory:
-        RunDirectory.create(directory)
-        text = with_absolute_paths(config).to_yaml()
-        write_atomically(directory / "resolved.yaml", text)
-        run_models_prepare(config, directory, "--config-only" if config_only else "--table-only")
-        return RunDirectory(directory).table
 
 
 def run_models_prepare(
