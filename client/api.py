@@ -1,25 +1,120 @@
-"""The Python interface: :func:`train` trains as ``penstock train`` does."""
+"""The Python interface: functions that do what the commands of their names do.
+
+:func:`train` trains, :func:`load_run` reads a run, and :func:`export`, :func:`generate`,
+:func:`evaluate` and :func:`estimate` use a run or a model folder. None of them imports torch here.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
+from penstock.client import export as exports
 from penstock.client.convert.aliases import TRAINERS
+from penstock.client.inference import tools
+from penstock.client.planning.estimate import Estimate, EstimateOptions
+from penstock.client.planning.estimate import estimate as make_estimate
 from penstock.client.states import mend_base
 from penstock.client.train import TrainResult, run_training
 from penstock.client.views.display import Display, Plain, Silent
 from penstock.client.views.programs import Bar, OnStep, check_function
+from penstock.client.views.run_view import Metrics, StateFolder, all_metrics, saved_states
+from penstock.client.views.summary import Summary
 from penstock.config.schema import Config, load_config, parse_config
 from penstock.config.words import apply_overrides
 from penstock.host.errors import ConfigError
-from penstock.protocol.run.rundir import run_of
+from penstock.host.files import write_atomically
+from penstock.host.limits.scratch import scratch_folder
+from penstock.protocol.run.rundir import RunDirectory, run_of
 
-__all__ = ["TrainResult", "train"]
+__all__ = [
+    "Estimate",
+    "Evaluation",
+    "Exported",
+    "Generation",
+    "Run",
+    "TrainResult",
+    "estimate",
+    "evaluate",
+    "export",
+    "generate",
+    "load_run",
+    "train",
+]
+
+PathText = str | PathLike[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """The files of an export. ``path``: their folder. ``step``: the saved step. ``num_bytes``: the
+    bytes of all files. ``notes``: sentences about the files.
+    """
+
+    path: Path
+    step: int
+    num_bytes: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A generated text. ``ids``: its tokens. ``prompt_tokens``: the number of tokens of the prompt.
+    ``step``: the saved step, None for a model folder.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    prompt_tokens: int
+    step: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Means over ``counted_tokens`` tokens in ``rows`` rows. ``loss`` is in nats a token.
+
+    ``loss`` and ``perplexity`` are None where they are not finite. ``token_accuracy`` is a share.
+    ``step``: the saved step, None for a model folder.
+    """
+
+    loss: float | None
+    perplexity: float | None
+    token_accuracy: float
+    counted_tokens: int
+    rows: int
+    step: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run directory. Each property reads the files of now, also while the run trains."""
+
+    path: Path
+
+    @property
+    def config(self) -> Config:
+        """The full configuration, as ``resolved.yaml`` has it."""
+        return RunDirectory(self.path).config
+
+    @property
+    def metrics(self) -> tuple[Metrics, ...]:
+        """All lines of ``metrics.jsonl``, oldest first."""
+        return all_metrics(self.path)
+
+    @property
+    def summary(self) -> Summary:
+        """Losses, evaluations and speed of all starts."""
+        return Summary.of(self.metrics, 0)
+
+    @property
+    def states(self) -> tuple[StateFolder, ...]:
+        """The saved states, oldest first."""
+        return tuple(saved_states(self.path))
 
 
 def train(
@@ -60,6 +155,149 @@ def train(
     return run_training(resolved, directory, _display_of(display), on_step=on_step)
 
 
+def load_run(run_dir: PathText) -> Run:
+    """Returns the run in a directory.
+
+    Raises:
+        ConfigError: the directory has no run.
+    """
+    path = _path("run_dir", run_dir)
+    if not (path / "run.json").exists():
+        raise ConfigError(f"run_dir = {str(path)!r}: is no run directory (it has no run.json)")
+    return Run(path=path)
+
+
+def export(
+    run: Run | PathText,
+    output: PathText,
+    *,
+    step: int | None = None,
+    form: str = exports.HF,
+    dtype: str | None = None,
+    names: str = exports.TRANSFORMERS,
+    whole: bool = False,
+    verify: bool = False,
+) -> Exported:
+    """Writes a saved state into ``output``, a new or empty folder, as ``penstock export`` does.
+
+    ``step``: None for the newest. ``form``: "hf", "peft", "dcp" or "universal". ``dtype``: "fp32",
+    "bf16" or "fp16"; None for that of the command. ``names``: "transformers", or "torchtitan" for
+    "dcp". ``whole`` adds untrained parts of a multimodal model. ``verify`` reads the files back.
+
+    Raises:
+        ConfigError: an argument is impossible, no such step is saved, or ``output`` has files.
+        StateError: the saved state is damaged, or a verified tensor differs.
+    """
+    options = exports.ExportOptions(form=form, dtype=dtype, names=names, whole=whole, verify=verify)
+    folder = _path("output", output)
+    report = exports.export(_place("run", run), folder, step, options)
+    return Exported(
+        path=folder, step=report["step"], num_bytes=report["bytes"], notes=tuple(report["notes"])
+    )
+
+
+def generate(
+    model: Run | PathText,
+    prompt: str | Sequence[Mapping[str, Any]],
+    *,
+    max_new: int = 256,
+    temperature: float = 0.0,
+    seed: int = 0,
+    step: int | None = None,
+    on_text: Callable[[str], None] | None = None,
+) -> Generation:
+    """Generates up to ``max_new`` tokens with a saved state of a run, or with a model folder.
+
+    ``prompt`` is a text to continue, or messages such as ``{"role": "user", "content": "Hi"}``,
+    which the chat template renders. ``temperature`` 0 takes the likeliest tokens; others are drawn
+    by ``seed``. ``on_text`` gets each piece of text as soon as it is made.
+
+    Raises:
+        ConfigError: an argument, the model or the prompt cannot be used.
+        StateError: the saved state is damaged.
+    """
+    place, write = _place("model", model), on_text or _drop
+    with scratch_folder("messages") as folder:
+        file = None
+        if not isinstance(prompt, str):
+            file = folder / "messages.json"
+            write_atomically(file, json.dumps(_as_dicts(list(prompt)), ensure_ascii=False))
+        request = tools.GenerationRequest(
+            prompt=prompt if isinstance(prompt, str) else None,
+            messages=file,
+            max_new=max_new,
+            temperature=temperature,
+            seed=seed,
+        )
+        result = tools.generate(place, step, request, _drop, write)
+    return Generation(
+        text=result["text"],
+        ids=tuple(result["ids"]),
+        prompt_tokens=result["prompt_tokens"],
+        step=result["step"],
+    )
+
+
+def evaluate(
+    model: Run | PathText,
+    data: PathText,
+    *,
+    config: PathText | None = None,
+    step: int | None = None,
+) -> Evaluation:
+    """Computes the loss of a saved state of a run, or of a model folder, on a file of data.
+
+    ``data``: a file, a folder or a glob, as ``data.path`` takes it. ``config``: a configuration
+    that says how data are read, for a model folder. ``step``: None for the newest saved step.
+
+    Raises:
+        ConfigError: an argument, the model or the data cannot be used.
+        StateError: the saved state is damaged.
+    """
+    settings = None if config is None else _path("config", config)
+    file = str(_path("data", data))
+    return Evaluation(**tools.evaluate(_place("model", model), step, file, settings, _drop))
+
+
+def estimate(
+    model: PathText,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    *,
+    workers: int | None = None,
+    sequence_length: int | None = None,
+    global_batch: int | None = None,
+    gpu: str | None = None,
+) -> Estimate:
+    """Returns memory (bytes), disk (bytes) and the time of a step (seconds) of a model's training,
+    as ``penstock estimate`` does.
+
+    ``model``: a folder with ``config.json``; it needs no weights. ``overrides``: keys as for
+    :func:`train`. ``sequence_length`` is in tokens, ``global_batch`` in rows. ``gpu``: a name of
+    the catalogue. ``to_text()`` of the result is the table, and ``to_dict()`` has the figures.
+
+    Raises:
+        ConfigError: the model or an argument is impossible.
+        CapacityError: the plan needs more memory than a device has.
+    """
+    options = EstimateOptions(
+        workers=workers,
+        sequence_length=sequence_length,
+        global_batch=global_batch,
+        gpu=gpu,
+        settings=_override_texts(overrides),
+    )
+    return make_estimate(_path("model", model), options)
+
+
+def _place(name: str, value: object) -> Path:
+    """Returns the folder of a run, or of a path."""
+    return value.path if isinstance(value, Run) else _path(name, value)
+
+
+def _drop(text: str) -> None:
+    """Drops a message about progress."""
+
+
 def _resolved(config: object, overrides: tuple[str, ...]) -> Config:
     if isinstance(config, str | PathLike):
         return load_config(_path("config", config), overrides, translation=TRAINERS)
@@ -75,6 +313,8 @@ def _resolved(config: object, overrides: tuple[str, ...]) -> Config:
 
 def _as_dicts(value: Any) -> Any:
     """Returns a value with all mappings as dictionaries, as YAML files have them."""
+    if isinstance(value, list):
+        return [_as_dicts(each) for each in value]
     return {k: _as_dicts(v) for k, v in value.items()} if isinstance(value, Mapping) else value
 
 

@@ -24,7 +24,7 @@ from penstock.daemons.memory.tensorfile import sha256_of
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.daemons.scheduler.machine.activities.learning_rates import learning_rate
 from penstock.host.errors import ConfigError, StateError
-from penstock.host.files import parse_json, sync_directory, writing
+from penstock.host.files import follow_umask, parse_json, sync_directory, writing
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.shm.table import DType
 
@@ -215,6 +215,7 @@ def appearing(output: Path) -> Iterator[Path]:
     with unfinished(place) as folder:
         yield folder
         with writing(place, 0):
+            follow_umask(folder)
             folder.rename(place)
             sync_directory(place.parent)
 

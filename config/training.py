@@ -96,9 +96,9 @@ class ModelConfig(Section):
         default=None,
         description="A local directory as the Hub has them: `config.json`, safetensors files, and"
         " the tokenizer. Or a name of the Hub such as `Qwen/Qwen3-0.6B`, also with `@revision`: the"
-        " first start fetches the files, and the run keeps the commit. The files are those that transformers takes: `transformers_weights` of"
-        " `config.json`, else `model.safetensors`, else the shards that its index names. Every"
-        " machine reads it.",
+        " first start fetches the files, and the run keeps the commit. The files are those that"
+        " transformers takes: `transformers_weights` of `config.json`, else `model.safetensors`,"
+        " else the shards that its index names. Every machine reads it.",
     )
     dtype: DType = Field(
         default=DType.FP32, description="Type in which weights are stored and sent to devices."

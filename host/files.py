@@ -181,6 +181,18 @@ def write_atomically(path: Path, text: str | bytes) -> None:
         sync_directory(path.parent)
 
 
+def follow_umask(folder: Path) -> None:
+    """Gives the files below a folder the permissions of a new file of this process.
+
+    Libraries write through private files of mode 0600, and keep that mode.
+    """
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    umask = next(int(line.split()[1], 8) for line in status.splitlines() if line[:6] == "Umask:")
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(0o666 & ~umask)
+
+
 def holds_text(path: Path, text: str) -> bool:
     """Returns whether a file contains exactly ``text``, so that it need not be written again."""
     try:

@@ -64,6 +64,20 @@ class Summary:
             tokens_per_second=tokens / seconds if seconds > 0.0 else None,
         )
 
+    def __repr__(self) -> str:
+        """Returns the figures in a few short lines, without the loss of each step."""
+        lines = [f"step {self.step:,}"]
+        if self.here:
+            rate = self.tokens_per_second
+            speed = "" if rate is None else f" at {rate:,.0f} tokens/s"
+            lines.append(f"this start     {_counted(self.here)}{speed}")
+        if self.loss is not None:
+            lines.append(f"loss           {self.loss.value:.4f} at step {self.loss.step:,}")
+        for name, reading in (("held-out loss", self.evaluated), ("best", self.best)):
+            if reading is not None:
+                lines.append(f"{name:<14} {reading.value:.4f} at step {reading.step:,}")
+        return "\n".join(lines)
+
     @property
     def loss(self) -> Reading | None:
         """The newest training loss, or None. A skipped step has no loss."""

@@ -27,6 +27,7 @@ from penstock.host.errors import ConfigError
 from penstock.host.files import (
     DAMAGED,
     exchange,
+    follow_umask,
     is_locked,
     make_directory,
     parse_json,
@@ -185,6 +186,7 @@ def complete(folder: Path, target: Path, note: Note) -> None:
     """
     with writing(folder, 0):
         (folder / NOTE).write_text(note.to_json(), encoding="utf-8")
+        follow_umask(folder)
         for path in folder.rglob("*"):
             if path.is_dir():
                 sync_directory(path)

@@ -29,7 +29,7 @@ from transformers import PretrainedConfig
 
 from penstock.config.adapter import AdapterConfig
 from penstock.host.errors import ConfigError
-from penstock.host.files import free_bytes, no_room
+from penstock.host.files import follow_umask, free_bytes, no_room
 from penstock.models.adapters.files import SETTINGS, WEIGHTS, settings_fields, to_json
 from penstock.models.binding import TORCH_DTYPES
 from penstock.models.checkpoints.adapters import adapter_tensors
@@ -267,6 +267,7 @@ def _appearing(out: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
+        follow_umask(temporary)
         _flush(temporary)
         temporary.rename(out)  # in the same folder, so on the same file system: out appears at once
     except BaseException:  # interrupts, too, must leave nothing behind

@@ -11,20 +11,48 @@ from typing import TYPE_CHECKING, Any
 from penstock.host.requirements import python_objection
 
 __version__ = "0.1.0"
-__all__ = ["PenstockError", "TrainResult", "__version__", "train"]
+__all__ = [
+    "Estimate",
+    "Evaluation",
+    "Exported",
+    "Generation",
+    "PenstockError",
+    "Run",
+    "TrainResult",
+    "__version__",
+    "estimate",
+    "evaluate",
+    "export",
+    "generate",
+    "load_run",
+    "train",
+]
 
 # Before anything else: most modules cannot even be read by an older Python.
 if _objection := python_objection(sys.version_info[:3]):
     raise ImportError(_objection)
 
 if TYPE_CHECKING:
-    from penstock.client.api import TrainResult, train
+    from penstock.client.api import (
+        Estimate,
+        Evaluation,
+        Exported,
+        Generation,
+        Run,
+        TrainResult,
+        estimate,
+        evaluate,
+        export,
+        generate,
+        load_run,
+        train,
+    )
     from penstock.host.errors import PenstockError
 
 
 def __getattr__(name: str) -> Any:
     """Import the Python entry point lazily: daemons start without the client's dependencies."""
-    if name in ("train", "TrainResult"):
+    if name in __all__ and name not in ("PenstockError", "__version__"):
         from penstock.client import api
 
         return getattr(api, name)
