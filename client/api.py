@@ -17,8 +17,10 @@ from typing import Any, cast
 from penstock.client import export as exports
 from penstock.client.convert.aliases import TRAINERS
 from penstock.client.inference import tools
-from penstock.client.planning.estimate import Estimate, EstimateOptions
+from penstock.client.planning.described import Description
+from penstock.client.planning.estimate import Estimate
 from penstock.client.planning.estimate import estimate as make_estimate
+from penstock.client.planning.options import machine_options
 from penstock.client.states import mend_base
 from penstock.client.train import TrainResult, run_training
 from penstock.client.views.display import Display, Plain, Silent
@@ -263,30 +265,34 @@ def estimate(
     model: PathText,
     overrides: Sequence[str] | Mapping[str, Any] = (),
     *,
-    workers: int | None = None,
+    workers: int = 1,
     sequence_length: int | None = None,
     global_batch: int | None = None,
     gpu: str | None = None,
+    host_memory: str | None = None,
+    shm: str | None = None,
 ) -> Estimate:
     """Returns memory (bytes), disk (bytes) and the time of a step (seconds) of a model's training,
-    as ``penstock estimate`` does.
+    as ``penstock estimate`` does, whether the machine has them or not.
 
-    ``model``: a folder with ``config.json``; it needs no weights. ``overrides``: keys as for
-    :func:`train`. ``sequence_length`` is in tokens, ``global_batch`` in rows. ``gpu``: a name of
-    the catalogue. ``to_text()`` of the result is the table, and ``to_dict()`` has the figures.
+    ``model``: a folder with ``config.json``, which needs no weights, or a name of the catalogue.
+    ``overrides``: keys as for :func:`train`. ``sequence_length`` is in tokens, ``global_batch`` in
+    rows. ``gpu`` (a name of the catalogue), ``host_memory`` and ``shm`` (sizes such as ``"128G"``)
+    describe a machine; without them it is this one. ``run.fits`` of the result says whether the
+    machine has the memory, ``to_text()`` is the table, and ``to_dict()`` has the figures.
 
     Raises:
         ConfigError: the model or an argument is impossible.
-        CapacityError: the plan needs more memory than a device has.
     """
-    options = EstimateOptions(
+    described = Description(
+        model=str(_path("model", model)),
+        machine=machine_options(gpu, None, host_memory, shm),
         workers=workers,
         sequence_length=sequence_length,
         global_batch=global_batch,
-        gpu=gpu,
         settings=_override_texts(overrides),
     )
-    return make_estimate(_path("model", model), options)
+    return make_estimate(described)
 
 
 def _place(name: str, value: object) -> Path:
