@@ -45,9 +45,12 @@ SetOption = Annotated[
         " the option for several keys.",
     ),
 ]
-RunDirOption = Annotated[
+RunDirOption = Annotated[Path | None, typer.Option("--run-dir", metavar="DIR", help="Same as RUN.")]
+OptionalRunArgument = Annotated[
     Path | None,
-    typer.Option("--run-dir", metavar="DIR", help="Directory of the run, such as runs/tiny."),
+    typer.Argument(
+        metavar="RUN", help="Directory of the run, such as runs/tiny.", show_default=False
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Prints the result as JSON.")]
 
@@ -62,6 +65,18 @@ def command_group(name: str, explanation: str) -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
+
+
+def one_run(run: Path | None, run_dir: Path | None) -> Path | None:
+    """Returns the directory of the run that the user named by RUN or by ``--run-dir``; None without
+    one.
+
+    Raises:
+        ConfigError: both are given, and differ.
+    """
+    if run is not None and run_dir is not None and run != run_dir:
+        raise ConfigError(f"{run} and --run-dir {run_dir}: two runs; give one of them")
+    return run_dir if run is None else run
 
 
 @contextmanager
@@ -307,8 +322,8 @@ def first_commands(written: Path) -> str:
         f" --authority {authority}",
         *(f"{node.host}$ penstock node --config {written} --node {node.name}" for node in nodes),
         "",
-        f"watch: penstock watch --run-dir {config.run_dir}",
-        f"stop:  penstock stop --run-dir {config.run_dir}; the same node commands resume",
+        f"watch: penstock watch {config.run_dir}",
+        f"stop:  penstock stop {config.run_dir}; the same node commands resume",
     ]
     return "\n".join(lines)
 

@@ -51,7 +51,8 @@ LAUNCH_MODULE = "penstock.client.launch"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """An entry of the report. ``removable``: True if no live process uses the entry. ``loses``
-    names the steps that a removal would lose, or is empty.
+    names the steps that a removal would lose, or is empty. ``of_others``: it belongs to another
+    user.
     """
 
     kind: str
@@ -59,6 +60,7 @@ class Finding:
     detail: str
     removable: bool
     loses: str = ""
+    of_others: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,14 +128,14 @@ def examine(run_dir: Path | None, config: Config | None = None) -> Report:
     """
     config = config or _config_of(run_dir)
     bases = _bases(run_dir)
-    findings = [*_segments(run_dir), *map(_describe_base, bases), *_sockets(run_dir)]
-    findings += _processes(run_dir)
+    findings = [*_processes(run_dir), *_segments(run_dir), *map(_describe_base, bases)]
+    findings += _sockets(run_dir)
     if run_dir is not None:
         findings += _run_directory(run_dir)
     return Report(
         machine=machine_facts(),
         placement=PlacementReport.of(PlacementFacts.probe(), config),
-        findings=tuple(findings),
+        findings=tuple(sorted(findings, key=lambda finding: finding.of_others)),
         software_objection=torch_objection(installed_torch()),
         bases=bases,
     )
@@ -241,6 +243,7 @@ def _segments(run_dir: Path | None) -> Iterable[Finding]:
             name=junk.path,
             detail=f"a {junk.kind} of {user_text(junk.uid)} that is no segment",
             removable=False,
+            of_others=junk.uid != os.geteuid(),
         )
 
 
@@ -303,7 +306,13 @@ def _describe_segments(entry: NodeSegments, run_dir: Path | None) -> Finding:
         detail = f"owner pid {pid} dead, holds no model"
     else:
         saved = _saved_version(entry.run_id, run_dir)
-        known = "unknown (give --run-dir)" if saved is None else f"step {saved}" if saved else None
+        known = (
+            "unknown (name the run's directory)"
+            if saved is None
+            else f"step {saved}"
+            if saved
+            else None
+        )
         detail = (
             f"owner pid {pid} dead, holds step {committed}; saved on disk: {known or 'nothing'}."
             f" A start of the run with a node {entry.keeper} continues from the memory"
@@ -315,6 +324,7 @@ def _describe_segments(entry: NodeSegments, run_dir: Path | None) -> Finding:
         detail=f"{human_bytes(entry.num_bytes)}, {detail}",
         removable=removable,
         loses=loses,
+        of_others=entry.uid != os.geteuid(),
     )
 
 
@@ -356,13 +366,21 @@ def _processes(run_dir: Path | None) -> Iterable[Finding]:
             continue
         parent = words[words.index("--parent-pid") + 1]
         orphan = start_ticks(int(parent)) is None and start_ticks(int(entry.name)) is not None
-        command = " ".join(words[words.index(LAUNCH_MODULE) + 1 :]).strip()
         yield Finding(
             kind="process",
             name=entry.name,
-            detail=f"{command}; parent {parent} {'is gone' if orphan else 'lives'}",
+            detail=f"{_program(words)}; parent {parent} {'is gone' if orphan else 'lives'}",
             removable=orphan,
         )
+
+
+def _program(words: list[str]) -> str:
+    """Returns the name of a supervisor's child and its run, such as ``worker.1 of runs/tiny``."""
+    kind, options = words[words.index(LAUNCH_MODULE) + 1], dict(itertools.pairwise(words))
+    number = options.get("--device")
+    name = kind if number is None else f"{kind}.{number}"
+    config = options.get("--config")
+    return name if config is None else f"{name} of {Path(config).parent}"
 
 
 def _is_about(words: list[str], run_dir: Path | None) -> bool:

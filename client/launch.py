@@ -62,8 +62,6 @@ def launch(
         # before imports, some of which start threads: a thread inherits the mask
         block_stop_signals()
     forgive_output()
-    # gRPC logs a line for each unauthenticated connection; the scheduler counts these in its log.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     kind = PROCESSES[process]
     main: Callable[..., int] = importlib.import_module(kind.module).main
     return main(

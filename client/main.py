@@ -42,7 +42,7 @@ app = typer.Typer(
     help="Trains language models that do not fit in the memory of the GPUs at hand.",
     epilog=EXIT_CODES
     + "\n\nFirst steps: penstock init, then penstock train tiny.yaml. In another terminal, while"
-    " the run trains: penstock watch --run-dir runs/tiny",
+    " the run trains: penstock watch runs/tiny",
     cls=SectionedHelp,
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -10,12 +10,15 @@ import typer
 
 from penstock.client.cli import (
     JsonOption,
+    RunDirOption,
     SetOption,
     begin_to_import,
     exchange_errors_explained,
     load,
+    one_run,
     say_preparation,
 )
+from penstock.host.errors import ConfigError
 from penstock.host.stopping import interrupted_by_stop_signals
 
 
@@ -30,9 +33,11 @@ def import_(
     config: Annotated[
         Path, typer.Option("--config", metavar="FILE", help="Configuration of the new run.")
     ],
-    run_dir: Annotated[
-        Path, typer.Option("--run-dir", metavar="DIR", help="Directory of the new run.")
-    ],
+    run: Annotated[
+        Path | None,
+        typer.Argument(metavar="RUN", help="Directory of the new run.", show_default=False),
+    ] = None,
+    run_dir: RunDirOption = None,
     samples_seen: Annotated[
         int | None,
         typer.Option(
@@ -58,7 +63,7 @@ def import_(
 ) -> None:
     """Makes a run that continues from another trainer's checkpoint, with Adam's moments.
 
-    Compares every tensor with the configuration's model before a byte is written. DIR/import.json
+    Compares every tensor with the configuration's model before a byte is written. RUN/import.json
     names the source of each tensor.
     """
     with (
@@ -68,6 +73,10 @@ def import_(
     ):
         from penstock.client.exchange import imports
 
+        directory = one_run(run, run_dir)
+        if directory is None:
+            raise ConfigError("RUN: missing; name the directory of the new run, such as runs/mine")
+
         request = imports.Import(
             source=source, samples_seen=samples_seen, weights_only=weights_only, verify=verify
         )
@@ -76,8 +85,8 @@ def import_(
         if dry_run:
             report = imports.check(loaded, request, say_preparation, starter)
         else:
-            report = imports.import_run(loaded, run_dir, request, say_preparation, starter)
-        text = imports.to_text(report, run_dir, config, settings or (), dry=dry_run)
+            report = imports.import_run(loaded, directory, request, say_preparation, starter)
+        text = imports.to_text(report, directory, config, settings or (), dry=dry_run)
         typer.echo(json.dumps(report, indent=1) if as_json else text)
 
 
@@ -99,7 +108,7 @@ def register(app: typer.Typer) -> None:
     """Adds the commands to ``penstock``."""
     app.command(
         "import",
-        epilog="\b\nExamples:\n  penstock import checkpoint-2000 --config mine.yaml --run-dir"
-        " runs/mine\n  penstock import zero3 --config mine.yaml --run-dir runs/mine --dry-run",
+        epilog="\b\nExamples:\n  penstock import checkpoint-2000 runs/mine --config"
+        " mine.yaml\n  penstock import zero3 runs/mine --config mine.yaml --dry-run",
     )(import_)
     app.command(epilog="Example: penstock inspect checkpoint-2000")(inspect)

@@ -11,7 +11,13 @@ from typing import Annotated
 
 import typer
 
-from penstock.client.cli import JsonOption, RunDirOption, errors_explained
+from penstock.client.cli import (
+    JsonOption,
+    OptionalRunArgument,
+    RunDirOption,
+    errors_explained,
+    one_run,
+)
 
 RunArgument = Annotated[
     Path, typer.Argument(metavar="RUN", help="Directory of the run, such as runs/tiny.")
@@ -21,7 +27,7 @@ EndpointOption = Annotated[
     typer.Option(
         "--endpoint",
         metavar="HOST:PORT",
-        help="Address of the scheduler, instead of --run-dir. Needs --keys.",
+        help="Address of the scheduler, instead of RUN. Needs --keys.",
     ),
 ]
 KeysOption = Annotated[
@@ -30,12 +36,13 @@ KeysOption = Annotated[
         "--keys",
         metavar="DIR",
         help="Folder of keys to authenticate with, such as KEYS/look; or a run directory with a"
-        " token. Default: the keys of the run in --run-dir.",
+        " token. Default: the keys of RUN.",
     ),
 ]
 
 
 def status(
+    run: OptionalRunArgument = None,
     run_dir: RunDirOption = None,
     endpoint: EndpointOption = None,
     keys: KeysOption = None,
@@ -45,12 +52,17 @@ def status(
     with errors_explained():
         from penstock.client.views.console import Console
         from penstock.client.views.control import connect, show_status
-        from penstock.client.views.ended import EndedRun
+        from penstock.client.views.ended import EndedRun, transition_of
         from penstock.protocol.security.identity import Role
 
+        run_dir = one_run(run, run_dir)
         ended = EndedRun.find(run_dir) if endpoint is None else None
         if ended is not None:
             typer.echo(ended.to_text(as_json=as_json))
+            return
+        if endpoint is None and (transition := transition_of(run_dir)) is not None:
+            fields = {"phase": transition.split()[-1], "ended": False}
+            typer.echo(json.dumps(fields, indent=1) if as_json else f"{run_dir}: {transition}")
             return
         with connect(run_dir, endpoint, keys, Role.LOOK) as client:
             show_status(client, as_json=as_json, console=Console(), run_dir=run_dir)
@@ -72,27 +84,35 @@ def list_runs(as_json: JsonOption = False) -> None:
 
 
 def watch(
-    run_dir: RunDirOption = None, endpoint: EndpointOption = None, keys: KeysOption = None
+    run: OptionalRunArgument = None,
+    run_dir: RunDirOption = None,
+    endpoint: EndpointOption = None,
+    keys: KeysOption = None,
 ) -> None:
     """Shows a run live until the run ends."""
     code = 0
     with errors_explained():
         from penstock.client.views.control import connect
-        from penstock.client.views.ended import EndedRun
+        from penstock.client.views.ended import EndedRun, await_start, summary_of
         from penstock.client.views.screen.following import facts_for
         from penstock.client.views.screen.following import watch as follow
         from penstock.client.views.screen.screen import choose_display
         from penstock.protocol.security.identity import Role
 
+        run_dir = one_run(run, run_dir)
         ended = EndedRun.find(run_dir) if endpoint is None else None
         if ended is not None:
             typer.echo(ended.to_text(as_json=False))
             raise typer.Exit(int(ended.exit_code))
+        if endpoint is None:
+            await_start(run_dir, lambda line: typer.echo(line, err=True))
         with connect(run_dir, endpoint, keys, Role.LOOK) as client:
             display = choose_display(
                 facts_for(run_dir), lambda: connect(run_dir, endpoint, keys, Role.CONTROL)
             )
             code = follow(client, display, run_dir)
+        for line in summary_of(run_dir):
+            typer.echo(line)
     raise typer.Exit(code)
 
 
@@ -109,13 +129,17 @@ def _request(name: str) -> Callable[..., None]:
     """Returns a command that sends one request to the scheduler and prints the answer."""
 
     def command(
-        run_dir: RunDirOption = None, endpoint: EndpointOption = None, keys: KeysOption = None
+        run: OptionalRunArgument = None,
+        run_dir: RunDirOption = None,
+        endpoint: EndpointOption = None,
+        keys: KeysOption = None,
     ) -> None:
         with errors_explained():
             from penstock.client.views.control import SIMPLE, connect
             from penstock.client.views.ended import EndedRun
             from penstock.protocol.security.identity import Role
 
+            run_dir = one_run(run, run_dir)
             ended = EndedRun.find(run_dir) if endpoint is None else None
             if ended is not None:
                 typer.echo(ended.answer(name))
@@ -193,11 +217,11 @@ def report(
 
 def register(app: typer.Typer) -> None:
     """Adds the commands to ``penstock``."""
-    app.command(epilog="Example: penstock status --run-dir runs/tiny --json")(status)
+    app.command(epilog="Example: penstock status runs/tiny --json")(status)
     app.command("list", epilog="Example: penstock list --json")(list_runs)
-    app.command(epilog="Example: penstock watch --run-dir runs/tiny")(watch)
+    app.command(epilog="Example: penstock watch runs/tiny")(watch)
     for name, explanation in _REQUESTS.items():
-        example = f"Example: penstock {name} --run-dir runs/tiny"
+        example = f"Example: penstock {name} runs/tiny"
         app.command(name, help=explanation, epilog=example)(_request(name))
     app.command(
         epilog="\b\nExamples:\n  penstock train examples/tiny.yaml --set observability.trace=true\n"

@@ -206,8 +206,13 @@ StepOption = Annotated[
 def generate(
     model: ModelArgument,
     max_new: Annotated[
-        int, typer.Option("--max-new", metavar="N", help="Most tokens to generate.")
-    ],
+        int,
+        typer.Option(
+            "--max-new",
+            metavar="N",
+            help="Most tokens to generate; text that ends earlier has fewer.",
+        ),
+    ] = 256,
     prompt: Annotated[
         str | None, typer.Option("--prompt", metavar="TEXT", help="Text to continue.")
     ] = None,
@@ -292,8 +297,8 @@ def register(app: typer.Typer) -> None:
     )(export)
     app.command(epilog="Example: penstock weights runs/tiny --latest --to tiny-now")(weights)
     app.command(
-        epilog="\b\nExamples:\n  penstock generate runs/tiny --prompt 'def ' --max-new 40\n"
-        "  penstock generate mine-hf --messages chat.json --max-new 200 --temperature 0.7"
+        epilog="\b\nExamples:\n  penstock generate runs/tiny --prompt 'def '\n"
+        "  penstock generate mine-hf --messages chat.json --temperature 0.7 --max-new 500"
     )(generate)
     app.command(
         "eval",

@@ -20,6 +20,7 @@ from penstock.client.cli import (
     begin_to_import,
     errors_explained,
     load,
+    one_run,
 )
 from penstock.client.commands.nodes import GraceOption, StrictOption, strict_setting
 from penstock.host.errors import ConfigError
@@ -30,14 +31,19 @@ TrainedRunOption = Annotated[
     typer.Option(
         "--run-dir",
         metavar="DIR",
+        help="Same as RUN.",
+    ),
+]
+TrainedRunArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="RUN",
         help="Directory of the run. Default: run.dir of the configuration.",
+        show_default=False,
     ),
 ]
 ExaminedRunOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--run-dir", metavar="DIR", help="Run to examine. Default: all runs on this machine."
-    ),
+    Path | None, typer.Option("--run-dir", metavar="DIR", help="Run to examine, beside CONFIG.")
 ]
 RowsOption = Annotated[
     str | None,
@@ -73,6 +79,22 @@ def init(
             show_default=False,
         ),
     ] = None,
+    lora: Annotated[
+        bool, typer.Option("--lora", help="With --model: trains adapters (LoRA) alone.")
+    ] = False,
+    objective: Annotated[
+        str | None,
+        typer.Option(
+            "--objective",
+            metavar="NAME",
+            help="next-token or dpo. Default: dpo for records with chosen and rejected.",
+            show_default=False,
+        ),
+    ] = None,
+    held_out: Annotated[
+        str | None,
+        typer.Option("--eval", metavar="FILE", help="Held-out data to evaluate on, in training."),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -89,6 +111,8 @@ def init(
         from penstock.client.cli import first_commands, write_example
 
         if model is None and data_path is None:
+            if lora or objective or held_out:
+                raise ConfigError("penstock init: --model and --data are missing; give both")
             typer.echo(first_commands(write_example(example or "tiny", output)))
             return
         if model is None or data_path is None:
@@ -97,14 +121,23 @@ def init(
             raise ConfigError("penstock init: give --example, or --model with --data")
         from penstock.client.planning.starting import Start, write_start
 
-        start = Start(model=model, data=data_path, output=output)
-        written = write_start(start, lambda line: typer.echo(line, err=True))
+        start = Start(
+            model=model,
+            data=data_path,
+            output=output,
+            lora=lora,
+            objective=objective,
+            held_out=held_out,
+        )
+        with begin_to_import() as starter:
+            written = write_start(start, lambda line: typer.echo(line, err=True), starter)
         typer.echo(f"{written} is written; penstock data {written} shows the rows")
         typer.echo(f"start with: penstock train {written}")
 
 
 def train(
     config: ConfigArgument,
+    run: TrainedRunArgument = None,
     settings: SetOption = None,
     run_dir: TrainedRunOption = None,
     grace_seconds: GraceOption = None,
@@ -118,6 +151,7 @@ def train(
         from penstock.client.views.output import forgive_output
 
         forgive_output()  # first of all: the terminal may be gone while the run is saved
+        run_dir = _new_run(one_run(run, run_dir))
         preloading = begin_to_import()
         stack.callback(preloading.close)
         from penstock.client.states import mend_base
@@ -150,6 +184,17 @@ def train(
         if result.error:
             sys.stderr.write(f"penstock: {result.error}\n")
     raise typer.Exit(result.exit_code)
+
+
+def _new_run(run: Path | None) -> Path | None:
+    """Returns the directory of a run to train.
+
+    Raises:
+        ConfigError: the path is a second configuration.
+    """
+    if run is not None and (run.is_file() or run.suffix in (".yaml", ".yml")):
+        raise ConfigError(f"{run}: expected the directory of the run; give one configuration")
+    return run
 
 
 def data(
@@ -204,11 +249,13 @@ def explain_keys(
 
 
 def doctor(
-    config: Annotated[
+    path: Annotated[
         Path | None,
         typer.Argument(
-            metavar="CONFIG",
-            help="Configuration to check for enough CPUs and memory on this machine.",
+            metavar="CONFIG|RUN",
+            help="Configuration to check for enough CPUs and memory on this machine; or directory"
+            " of a run to examine. Default: all runs on this machine.",
+            show_default=False,
         ),
     ] = None,
     run_dir: ExaminedRunOption = None,
@@ -237,6 +284,9 @@ def doctor(
 
         if force and not remove:
             raise ConfigError("--force: goes with --clean")
+        is_run = path is not None and path.is_dir()
+        run_dir = one_run(path if is_run else None, run_dir)
+        config = None if is_run else path
         loaded = None if config is None else load(config, None)
         report = examine(run_dir, loaded)
         if config is not None and loaded is not None:
@@ -252,14 +302,15 @@ def register(app: typer.Typer) -> None:
     """Adds the commands to ``penstock``."""
     app.command(
         epilog="\b\nExamples:\n  penstock init --example chat\n"
-        "  penstock init --model models/Qwen3-0.6B-Base --data chats.jsonl --out mine.yaml"
+        "  penstock init --model models/Qwen3-0.6B-Base --data chats.jsonl --out mine.yaml\n"
+        "  penstock init --model models/Qwen3-0.6B --data pairs.jsonl --lora --eval held-out.jsonl"
     )(init)
     app.command(
         cls=Command,
         epilog="The same command resumes a stopped or killed run. Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2"
         " and SIGHUP (unless nohup ignores it) finish the current step and save the state. A second"
         " Ctrl-C kills the processes; the state stays in shared memory for the next start."
-        "\n\nExample: penstock train tiny.yaml --set train.steps=50 --run-dir runs/short",
+        "\n\nExample: penstock train tiny.yaml runs/short --set train.steps=50",
     )(train)
     app.command(
         "config",
@@ -281,5 +332,5 @@ def register(app: typer.Typer) -> None:
     app.command(
         epilog="--clean removes nothing of live processes, and prints the content of each entry."
         "\n\n\b\nExamples:\n  penstock doctor tiny.yaml\n"
-        "  penstock doctor --run-dir runs/tiny --clean"
+        "  penstock doctor runs/tiny --clean"
     )(doctor)

@@ -221,12 +221,12 @@ def _read(report: Path) -> dict[str, Any] | None:
 
 def _refuse_files(run_dir: Path) -> None:
     if run_dir.exists() and not run_dir.is_dir():
-        raise ConfigError(f"--run-dir {run_dir}: is a file; name a new directory")
+        raise ConfigError(f"{run_dir}: is a file; name a new directory")
     if not run_dir.exists() or (run_dir / IMPORTING).exists():
         return
     if content := _content(run_dir):
         raise ConfigError(
-            f"--run-dir {run_dir}: has files ({content[0].name}); an import makes a new run, name"
+            f"{run_dir}: has files ({content[0].name}); an import makes a new run, name"
             " another directory"
         )
 
@@ -234,8 +234,7 @@ def _refuse_files(run_dir: Path) -> None:
 def _refuse_nesting(run_dir: Path, source: Path) -> None:
     if source in (run_dir, *run_dir.parents) or run_dir in source.parents:
         raise ConfigError(
-            f"--run-dir {run_dir}: lies in the checkpoint {source}, or contains it; name another"
-            " directory"
+            f"{run_dir}: lies in the checkpoint {source}, or contains it; name another directory"
         )
 
 

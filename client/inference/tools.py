@@ -194,11 +194,23 @@ def to_text(result: dict[str, Any]) -> str:
     """Returns the result of an evaluation as lines of name and value."""
     shown = {name: value for name, value in result.items() if value is not None}
     width = max(map(len, shown))
+    counts = _counts(result)
     lines = []
     for name, value in shown.items():
         text = f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
-        lines.append(f"{name:<{width}}  {text}")
+        lines.append(f"{name:<{width}}  {text}{counts.get(name, '')}")
     return "\n".join(lines)
+
+
+def _counts(result: dict[str, Any]) -> dict[str, str]:
+    """Returns the counts to write behind the means of an evaluation."""
+    counted, accuracy = result.get("counted_tokens"), result.get("token_accuracy")
+    if counted is None:
+        return {}
+    counts = {"loss": f" (mean over {counted:,} tokens)"}
+    if accuracy is not None:
+        counts["token_accuracy"] = f" ({round(accuracy * counted):,} of {counted:,} tokens)"
+    return counts
 
 
 def to_json(result: dict[str, Any]) -> str:

@@ -30,16 +30,19 @@ from penstock.protocol.wire.control import ControlClient
 def connect(
     run_dir: Path | None, endpoint: str | None, keys: Path | None, wanted: Role
 ) -> ControlClient:
-    """Returns a client for ``--endpoint`` or for the run in ``--run-dir``.
+    """Returns a client for ``--endpoint`` or for the run in ``run_dir``.
 
     The client acts in the role ``wanted``, with the keys in ``--keys`` or those of the run.
 
     Raises:
-        ConfigError: neither or both of ``--endpoint`` and ``--run-dir`` are given, the run is not
+        ConfigError: neither or both of ``--endpoint`` and a run are given, the run is not
             active, or keys are missing.
     """
     if (run_dir is None) == (endpoint is None):
-        raise ConfigError("give one of --run-dir DIR and --endpoint HOST:PORT")
+        raise ConfigError(
+            "give the directory of the run, such as runs/tiny (penstock list shows the runs of this"
+            " machine), or --endpoint HOST:PORT, and not both"
+        )
     access = None if keys is None else named_credentials(keys)
     if run_dir is not None:
         return ControlClient.for_run(run_dir, wanted=wanted, access=access)

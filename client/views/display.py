@@ -40,7 +40,7 @@ QUIET_PHASES = frozenset(
 _STEP_PHASES = frozenset("running deciding amending mirroring".split())
 _STATE_STYLE = {"ready": "green", "joining": "yellow", "missing": "red", "fencing": "red"}
 _DECISIONS = {
-    "amend": "clipped (amend)",
+    "amend": "clipped",
     "skip": "skipped: gradients are not finite",
 }
 """Descriptions of decisions other than a commit."""
@@ -221,18 +221,28 @@ def accuracy_words(entry: Metrics) -> str:
     return "".join(f"  {kind} accuracy {a:.1%}" for kind, values in shares for a in values)
 
 
+def _over(entry: Metrics) -> str:
+    """Returns the number of tokens or pairs in the means of an evaluation; empty if unknown."""
+    for name in ("pairs", "tokens"):
+        for count in numbers([entry.get(name)]):
+            return f"  over {count:,} {name}"
+    return ""
+
+
 def describe(entry: Metrics, view: RunView | None) -> str:
     """Returns a line of metrics as text."""
     if entry["phase"] == "eval":
         return (
             f"step {entry['step']}  evaluation{named_set(entry)} loss"
-            f" {_number(entry.get('loss'), '.4f')}{accuracy_words(entry)}"
+            f" {_number(entry.get('loss'), '.4f')}{accuracy_words(entry)}{_over(entry)}"
         )
     steps = f"/{view.steps}" if view is not None else ""
     parts = [
         f"step {entry['step']}{steps}",
         *(f"epoch {epochs(passes)}" for passes in numbers([entry.get("data_epoch")])),
         f"loss {_number(entry.get('loss'), '.4f')}",
+        *(f"lr {rate:.3g}" for rate in numbers([entry.get("lr")])),
+        *(f"norm {norm:.3g}" for norm in numbers([entry.get("grad_norm")])),
         f"{_number(entry.get('tokens_per_second'), ',.0f')} tokens/s",
         f"bubble {_number(entry.get('bubble_ratio'), '.0%')}",
         f"optimizer tail {_milliseconds(entry.get('optimizer_tail_seconds'))}",

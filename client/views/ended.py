@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,62 @@ from penstock.client.views.run_view import (
     early_end_of,
     saved_states,
 )
+from penstock.client.views.summary import Summary
 from penstock.daemons.node.run_lock import kept_words
 from penstock.host.errors import ConfigError, ExitCode
-from penstock.protocol.run.run_result import RunEnd
+from penstock.protocol.run.run_result import RunEnd, end_path
 from penstock.protocol.run.rundir import RunDirectory
 from penstock.protocol.wire.control import is_stale
+
+_POLL_S = 0.1
+_END_WAIT_S = 20.0
+"""Seconds to wait for the end of the processes of a run that has saved its last step."""
+STARTING, ENDING = "is starting", "is ending"
+"""States of a run that a training holds while its scheduler has no address."""
+
+
+def transition_of(run_dir: Path | None) -> str | None:
+    """Returns :data:`STARTING` before the scheduler of a start has an address, :data:`ENDING`
+    afterwards; None for a run with an address or without a training.
+    """
+    if run_dir is None or not run_dir.is_dir():
+        return None
+    endpoint = run_dir / "endpoint.json"
+    if (endpoint.exists() and not is_stale(run_dir)) or not RunDirectory(run_dir).is_held:
+        return None
+    begun_ns = max((_changed_ns(lock) for lock in run_dir.glob(".lock*")), default=0)
+    files = (end_path(run_dir), run_dir / "metrics.jsonl")
+    return ENDING if any(_changed_ns(path) > begun_ns for path in files) else STARTING
+
+
+def _changed_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def await_start(run_dir: Path | None, say: Callable[[str], None]) -> None:
+    """Waits while the run is starting. ``say`` gets the line about the wait once."""
+    if transition_of(run_dir) == STARTING:
+        say(f"{run_dir}: {STARTING}")
+    while transition_of(run_dir) == STARTING:
+        time.sleep(_POLL_S)
+
+
+def summary_of(run_dir: Path | None) -> list[str]:
+    """Returns the lines about the end of a watched run; none of an active run, or of a run on
+    another machine.
+    """
+    deadline_s = time.monotonic() + _END_WAIT_S
+    while True:
+        ended = EndedRun.find(run_dir)
+        if ended is not None:
+            return ended.to_lines()
+        endpoint = run_dir is not None and (run_dir / "endpoint.json").exists()
+        if run_dir is None or endpoint or time.monotonic() >= deadline_s:
+            return []
+        time.sleep(_POLL_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +162,7 @@ class EndedRun:
         path = self.directory.path
         lines = [self.headline]
         lines += [describe(self.last, None)] if self.last else []
+        lines += Summary.of(all_metrics(path), 0).figures()
         lines += [f"in memory    {self.kept}"] if self.kept else []
         if self.saved is not None:
             lines.append(f"saved state  {self.saved.path}")

@@ -19,8 +19,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from penstock.client.views.ended import transition_of
 from penstock.config.values import human_bytes
 from penstock.daemons.node.main import LAUNCHER
+from penstock.daemons.node.run_lock import train_lock_path
 from penstock.host.errors import PenstockError
 from penstock.host.process_identity import start_ticks
 from penstock.host.topology import format_cpus, parse_cpus
@@ -79,7 +81,7 @@ class _Node:
 
 
 def runs_here() -> list[ListedRun]:
-    """Returns the runs on this machine, live runs first."""
+    """Returns the runs on this machine: those of this user first, and live runs first."""
     nodes, names = _nodes(), shm_names()
     segments = {(entry.run_id, entry.node_name, entry.uid): entry for entry in names.segments}
     live = []
@@ -87,7 +89,51 @@ def runs_here() -> list[ListedRun]:
         run_id = _run_id(run) or _guessed_run_id(node, segments.values())
         entry = segments.pop((run_id, node.name, node.uid), None)
         live.append(_live_run(node, run, run_id, entry))
-    return [*live, *map(_left, segments.values()), *map(_junk, names.junk)]
+    known = {run.directory for run in live}
+    live += [run for run in _preparing() if run.directory not in known]
+    runs = [*live, *map(_left, segments.values()), *map(_junk, names.junk)]
+    return sorted(runs, key=lambda run: run.user != user_name(os.geteuid()))
+
+
+def _preparing() -> Iterator[ListedRun]:
+    """Yields the runs of this user that a training prepares: it holds the lock of the directory."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if entry.stat().st_uid != os.geteuid():
+                continue
+            if b"train" not in (entry / "cmdline").read_bytes().split(b"\0"):
+                continue
+            held = {os.readlink(link) for link in (entry / "fd").iterdir()}
+        except OSError:
+            continue  # ended meanwhile, or hidden from this user
+        for lock in map(Path, held):
+            state = transition_of(lock.parent) if lock == train_lock_path(lock.parent) else None
+            if state is not None:
+                yield _prepared_run(RunDirectory(lock.parent), state, int(entry.name))
+
+
+def _prepared_run(run: RunDirectory, state: str, pid: int) -> ListedRun:
+    try:
+        run_id, name, steps = run.run_id, run.config.run.name, run.config.train.steps
+    except (PenstockError, OSError):
+        run_id, name, steps = "", "", 0  # the preparation has not written them yet
+    return ListedRun(
+        run_id=run_id,
+        name=name,
+        user=user_name(os.geteuid()),
+        node="",
+        directory=str(run.path),
+        state=state,
+        step=None,
+        steps=steps or None,
+        since_s=_start_s(pid),
+        memory_bytes=0,
+        endpoint="",
+        cpus="",
+        processes={"train": pid},
+    )
 
 
 def listing(runs: Iterable[ListedRun], width: int) -> Table | Text:
@@ -153,7 +199,7 @@ def _live_run(
         user=user_name(node.uid),
         node=node.name,
         directory=str(node.directory),
-        state=status.get("state", UNKNOWN),
+        state=status.get("state") or (run and transition_of(run.path)) or UNKNOWN,
         step=status.get("step", committed),
         steps=None if run is None else run.config.train.steps,
         since_s=_start_s(node.supervisor),

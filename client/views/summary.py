@@ -91,6 +91,10 @@ class Summary:
                 f"  this start     {_counted(self.here)} in {duration(self.training_s)}"
                 f"{f' at {rate} tokens/s' if rate else ''}; {duration(seconds)} in all"
             )
+        yield from self.figures()
+
+    def figures(self) -> Iterator[str]:
+        """Yields the lines about losses."""
         if self.loss is not None:
             compared = loss_words([reading.value for reading in self.losses])
             yield f"  loss           {self.loss.value:.4f} at step {self.loss.step}; {compared}"

@@ -69,7 +69,7 @@ def _adopt(spec: MemorySpec) -> NodeMemory:
         raise StateError(
             f"memory of node {spec.node_name}: {', '.join(gone)} was removed from /dev/shm, and the"
             " rest is useless without it. Remove the rest (penstock doctor --clean --force"
-            " --run-dir DIR); then the same command resumes from the newest saved state"
+            " DIR); then the same command resumes from the newest saved state"
         ) from error
     except SegmentError as error:
         raise StateError(f"memory of node {spec.node_name}: {error}") from error

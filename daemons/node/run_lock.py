@@ -89,7 +89,7 @@ class RunLock:
                 if holder is not None and not (killed and time.monotonic() < deadline):
                     raise ConfigError(
                         f"{path.parent} is in use by process {holder}: stop that run first"
-                        f" (penstock stop --run-dir {path.parent}), or choose another run.dir"
+                        f" (penstock stop {path.parent}), or choose another run.dir"
                     )
                 if time.monotonic() >= deadline:
                     raise LostMemberError(
@@ -267,7 +267,7 @@ def kept_words(directory: RunDirectory, saved: int) -> str:
     force = " --force" if unsaved else ""
     return (
         f"this machine's shared memory keeps {holds}: after the cause is fixed, the same command"
-        f" resumes from there; penstock doctor --clean{force} --run-dir {directory.path} frees the"
+        f" resumes from there; penstock doctor --clean{force} {directory.path} frees the"
         " memory"
     )
 
@@ -288,11 +288,11 @@ def check_home(directory: RunDirectory) -> None:
     step = held_version(directory.run_id)
     memory = "memory" if step is None else f"step {step} in memory"
     if any(entry.in_use for entry in held):
-        remedy = f"stop it first (penstock stop --run-dir {original})"
+        remedy = f"stop it first (penstock stop {original})"
     else:
         remedy = (
             f"resume it there and let it save (penstock train {original}/resolved.yaml), or discard"
-            f" it (penstock doctor --clean --force --run-dir {original})"
+            f" it (penstock doctor --clean --force {original})"
         )
     raise StateError(
         f"{directory.path}: is a copy of {original}, and run {directory.run_id} has {memory}, which"
@@ -314,7 +314,7 @@ def check_nodes(directory: RunDirectory, nodes: Collection[str], saved: int) -> 
             raise ConfigError(
                 f"cluster.nodes: names no node {entry.keeper}, but its memory on this machine holds"
                 f" step {entry.committed}, and only step {saved} is saved. Add the node again, or"
-                f" remove its memory (penstock doctor --clean --force --run-dir {directory.path})"
+                f" remove its memory (penstock doctor --clean --force {directory.path})"
                 " to resume from the saved step"
             )
     return any([remove_memory(entry.run_id, entry.keeper) for entry in left])

@@ -162,7 +162,7 @@ class NodeReports:
         if self._say is None:
             return
         if first:
-            self._say(f"all processes run; to watch them: penstock watch --run-dir {self._run_dir}")
+            self._say(f"all processes run; to watch them: penstock watch {self._run_dir}")
             self._said = progress_of(self._run_dir, self._steps)  # of the start before
         progress = progress_of(self._run_dir, self._steps)
         if progress != self._said:

@@ -91,6 +91,10 @@ class ControlClient:
             if not isinstance(address, str):
                 raise TypeError(f"scheduler is {address!r}")
         except FileNotFoundError as error:
+            if not run_dir.exists():
+                raise ConfigError(
+                    f"{run_dir}: no such directory; penstock list shows the runs of this machine"
+                ) from error
             raise ConfigError(
                 f"{path} does not exist: no run is active in {run_dir}; start it or give --endpoint"
             ) from error
@@ -102,7 +106,7 @@ class ControlClient:
             raise ConfigError(
                 f"{path} was left by a first node that is dead, and no process of the run is on"
                 f" this machine: no run is active in {run_dir}; the next start replaces the file,"
-                " penstock doctor --clean --run-dir removes it"
+                " penstock doctor --clean removes it"
             )
         if access is None:
             access = client_credentials(load_config(run_dir / "resolved.yaml"), run_dir, wanted)

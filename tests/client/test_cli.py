@@ -18,6 +18,7 @@ import yaml
 from typer.testing import CliRunner
 
 from penstock.client.cli import bare_settings
+from penstock.client.inference.tools import to_text
 from penstock.client.main import app
 from penstock.daemons.node.run_lock import RunLock, train_lock_path
 from penstock.protocol.security.token import ensure_token
@@ -233,7 +234,7 @@ def test_train_refuses_a_run_that_is_in_use(config: Path) -> None:
 @pytest.mark.parametrize("command", ["status", "watch", "pause", "resume", "snapshot", "stop"])
 def test_control_commands_without_a_run(command: str, tmp_path: Path) -> None:
     code, _, err = penstock(command)
-    assert (code, "--run-dir" in err) == (2, True)
+    assert (code, "give the directory of the run" in err) == (2, True)
     code, _, err = penstock(command, "--run-dir", str(tmp_path))
     assert code == 2 and "no run is active" in err
 
@@ -327,3 +328,69 @@ def test_help_imports_no_torch() -> None:
         "sys.exit('torch' in sys.modules or 'grpc' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=500).returncode == 0
+
+
+@pytest.mark.parametrize("command", ["status", "watch", "pause", "resume", "snapshot", "stop"])
+def test_a_run_is_an_argument_or_an_option(command: str, tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    positional, option = penstock(command, run), penstock(command, "--run-dir", run)
+    assert positional == option and positional[0] == 2 and run in positional[2]
+    assert penstock(command, run, "--run-dir", f"{run}-2")[2] == (
+        f"penstock: {run} and --run-dir {run}-2: two runs; give one of them\n"
+    )
+    _, _, err = penstock(command)
+    assert "such as runs/tiny (penstock list shows the runs of this machine)" in err
+    assert "RUN" in penstock(command, "--help")[1].split("Arguments:")[1]
+
+
+def test_a_second_configuration_is_no_run(config: Path) -> None:
+    expected = f"penstock: {config}: expected the directory of the run; give one configuration\n"
+    assert penstock("train", str(config), str(config)) == (2, "", expected)
+
+
+def test_a_directory_is_examined_as_a_run(tmp_path: Path) -> None:
+    report = json.loads(penstock("doctor", str(tmp_path), "--json")[1])
+    assert report == json.loads(penstock("doctor", "--run-dir", str(tmp_path), "--json")[1])
+
+
+def test_an_import_needs_a_run(config: Path, tmp_path: Path) -> None:
+    code, _, err = penstock("import", str(tmp_path), "--config", str(config))
+    assert (code, err) == (
+        2,
+        "penstock: RUN: missing; name the directory of the new run, such as runs/mine\n",
+    )
+
+
+def test_generation_needs_no_number_of_tokens(tmp_path: Path) -> None:
+    code, _, err = penstock("generate", str(tmp_path), "--prompt", "x")
+    assert code == 2 and "is no run directory" in err
+
+
+def test_an_evaluation_has_counts_beside_its_means() -> None:
+    result = {"loss": 2.5, "perplexity": 12.2, "token_accuracy": 0.25, "counted_tokens": 1200}
+    assert to_text({**result, "rows": 7, "step": None}).splitlines() == [
+        "loss            2.5 (mean over 1,200 tokens)",
+        "perplexity      12.2",
+        "token_accuracy  0.25 (300 of 1,200 tokens)",
+        "counted_tokens  1,200",
+        "rows            7",
+    ]
+
+
+def test_no_line_of_grpc_is_on_the_terminal(tmp_path: Path) -> None:
+    """A channel with a thread, then a fork: gRPC would log that it skips its handlers."""
+    program = """
+import os, threading
+from penstock.protocol.security import credentials
+import grpc
+channel = grpc.insecure_channel("127.0.0.1:1")
+threading.Thread(target=lambda: grpc.channel_ready_future(channel), daemon=True).start()
+pid = os.fork()
+os._exit(0) if pid == 0 else os.waitpid(pid, 0)
+channel.close()
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "GRPC_VERBOSITY"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -66,7 +66,7 @@ def test_plain_lines() -> None:
         f"step 1/25  loss 4.9900  {figures}",
         f"step 2/25  loss 4.9800  {figures}",
         f"step 3/25  loss 4.9700  {figures}",
-        f"step 13/25  loss 4.8700  {figures}  clipped (amend)",
+        f"step 13/25  loss 4.8700  {figures}  clipped",
         "[paused]: by you",
         "step 14  evaluation loss 4.5000",
         f"step 16/25  loss 4.8400  {figures}",
@@ -160,6 +160,19 @@ def test_plain_lines_say_once_what_failed_while_training_goes_on() -> None:
         plain.show(view(message=message))
     said = ["warning: saving step 10 failed", "warning: saving step 20"]
     assert stream.getvalue().splitlines() == said
+
+
+def test_lines_have_rate_norm_and_counts() -> None:
+    step = describe(entry(3, lr=2.0e-5, grad_norm=1.2345), None)
+    assert step.startswith("step 3  loss 4.9700  lr 2e-05  norm 1.23  1,234 tokens/s")
+    evaluation = entry(3, phase="eval", loss=2.5, token_accuracy=0.5, tokens=1234)
+    words = "step 3  evaluation loss 2.5000  token accuracy 50.0%  over 1,234 tokens"
+    assert describe(evaluation, None) == words
+    pairs = entry(3, phase="eval", loss=0.5, pair_accuracy=0.75, tokens=1234, pairs=16)
+    assert (
+        describe(pairs, None)
+        == "step 3  evaluation loss 0.5000  pair accuracy 75.0%  over 16 pairs"
+    )
 
 
 def test_a_skipped_attempt_has_no_numbers() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from penstock.client import capacity
 from penstock.client.capacity import CapacityReport
-from penstock.client.doctor import LAUNCH_MODULE, Finding, _is_about, clean, examine
+from penstock.client.doctor import LAUNCH_MODULE, Finding, _is_about, _program, clean, examine
 from penstock.client.placement import PlacementFacts, PlacementReport
 from penstock.config.schema import load_config
 from penstock.daemons.node.run_lock import RunLock, train_lock_path
@@ -167,6 +167,7 @@ def test_processes_of_other_runs_are_not_shown(tmp_path: Path) -> None:
     assert _is_about(ours, tmp_path) and _is_about(ours, None)
     assert not _is_about(ours, tmp_path / "other")
     assert not _is_about(["python", "-m", LAUNCH_MODULE, "node", "--config", "x"], None)
+    assert _program(ours) == f"worker.0 of {tmp_path}"
 
 
 def test_living_memory_is_left_alone(run_id: str) -> None:

@@ -110,7 +110,7 @@ def test_run_and_checkpoint_lie_apart(source: str, run_dir: str, tmp_path: Path)
     request = Import(source=tmp_path / source)
     if run_dir == "a":
         (tmp_path / run_dir / "importing.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"--run-dir .*: lies in the checkpoint .* or contains"):
+    with pytest.raises(ConfigError, match=r".*: lies in the checkpoint .* or contains"):
         import_run(config(), tmp_path / run_dir, request, lambda line: None, None)
     assert (tmp_path / source).is_dir() and not list((tmp_path / source).iterdir())
 

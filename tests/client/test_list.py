@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 
 from penstock.client.main import app
 from penstock.client.views.runs import listing, runs_here
+from penstock.daemons.node.run_lock import RunLock, train_lock_path
 from penstock.shm.segment import SHM_ROOT
 from tests.scheduler.fakes import make_run
 
@@ -138,3 +140,45 @@ def test_a_stranger_s_command_line_names_nothing_that_is_read(tmp_path: Path) ->
                 process.communicate()
     assert result.exit_code == 0, result.output
     assert "[red]" in result.output and "\x1b" not in result.output
+
+
+def test_a_run_that_is_starting_is_told_from_one_that_is_ending(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    words = CliRunner().invoke(app, ["status", str(run.path)]).output
+    assert "no run is active" in words
+    with RunLock.acquire(train_lock_path(run.path), wait_s=0.0):
+        os.utime(train_lock_path(run.path), ns=(0, time.time_ns()))
+        starting = CliRunner().invoke(app, ["status", str(run.path)])
+        as_json = CliRunner().invoke(app, ["status", str(run.path), "--json"]).output
+        (run.path / "metrics.jsonl").touch()
+        os.utime(run.path / "metrics.jsonl", ns=(0, time.time_ns() + 10**9))
+        ending = CliRunner().invoke(app, ["status", str(run.path)])
+    assert (starting.exit_code, starting.output) == (0, f"{run.path}: is starting\n")
+    assert json.loads(as_json) == {"phase": "starting", "ended": False}
+    assert (ending.exit_code, ending.output) == (0, f"{run.path}: is ending\n")
+
+
+def test_a_run_is_listed_while_it_is_prepared(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    with (run.path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        shell = ("/bin/sh", "-c", "read line", "penstock", "train")
+        process = subprocess.Popen(shell, stdin=subprocess.PIPE, pass_fds=[lock.fileno()])
+        while not Path(f"/proc/{process.pid}/cmdline").read_bytes():
+            time.sleep(0.001)
+        found = listed()[run.run_id]
+        process.communicate()
+    assert (found["name"], found["state"], found["steps"]) == ("test", "is starting", 100)
+    assert found["processes"] == {"train": process.pid}
+
+
+def test_runs_of_this_user_come_first(tmp_path: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can start a process of another user")
+    first, run = tmp_path / "a", make_run(tmp_path / "b")
+    with stand_in(first, "memoryd", "--node", "a", user="nobody") as theirs:
+        with stand_in(run.path, "memoryd", "--node", "a") as ours:
+            ids = list(listed())
+            theirs.communicate()
+            ours.communicate()
+    assert ids.index(run.run_id) < ids.index(str(first))

@@ -47,7 +47,7 @@ QUICK = (
 SLOW = (
     "penstock train tiny.yaml",
     "penstock train examples/tiny.yaml",
-    "penstock status --run-dir runs/tiny",
+    "penstock status runs/tiny",
     "penstock report runs/tiny",
     "penstock export runs/tiny",
     "penstock export RUN --format hf OUT",

@@ -153,8 +153,8 @@ def test_steps_that_were_not_simply_committed_are_explained() -> None:
     assert texts(events) == [
         (
             2,
-            "gradient norm 3.2 over the limit 1: weights computed again, state untouched",
-            Tone.NOTE,
+            "gradients clipped: norm 3.2, limit 1",
+            Tone.GOOD,
         )
     ]
     events.add_line(line(3, decision="amend", grad_norm=2.0, loss_scale=65536.0), None)
@@ -162,8 +162,7 @@ def test_steps_that_were_not_simply_committed_are_explained() -> None:
     events.add_line(line(3, decision="skip", loss=None, grad_norm=None, loss_scale=65536.0), None)
     events.add_line(line(4, loss_scale=32768.0), None)
     assert [words for _, words, _ in texts(events)] == [
-        "gradient norm 2 over the limit 1: weights computed again, state untouched (2 times since"
-        " step 2)",
+        "gradients clipped: norm 2, limit 1 (2 times since step 2)",
         "evaluation after step 3: loss 2.5000 (perplexity 12.2)",
         "gradients infinite or undefined: no step, the batch is left out; the loss scale was 65536",
     ]
@@ -215,7 +214,7 @@ def test_everything_is_there_at_80_columns() -> None:
         "computes backward of stage 1, micro-batch 0",
         "waits for weights of stage 1",
         "devices max 94%   /dev/shm",
-        "gradient norm 3.2 over the limit 1: weights computed again, state",
+        "gradients clipped: norm 3.2, limit 1",
         "evaluation after step 60: loss 2.5000",
     ):
         assert words in text, f"{words!r} is not in\n{text}"
@@ -224,7 +223,7 @@ def test_everything_is_there_at_80_columns() -> None:
 def test_larger_terminals_explain_their_words() -> None:
     for width, height in ((120, 36), (200, 60)):
         text = drawn(model(Path("/")), width, height)
-        assert "amend: gradients were over the norm's limit" in text
+        assert "clipped: the norm of the gradients was over" in text
         assert "bubble: time in which a device has nothing to" in text
 
 

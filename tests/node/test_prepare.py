@@ -561,7 +561,7 @@ def test_a_model_folders_tokenizer_is_named_and_kept(tmp_path: Path, corpus: str
     )
     said: list[str] = []
     found = prepare_run(plain, tmp_path / "own", said.append)
-    assert said[0] == f"data.tokenizer is not set: the model's own, {own}"
+    assert said[0] == f"tokenizer: the model's own, {own}"
     assert found.config.data.tokenizer == own
     said.clear()
     assert prepare_run(plain, tmp_path / "own", said.append).config.data.tokenizer == own
@@ -574,7 +574,7 @@ def test_a_model_folders_tokenizer_is_named_and_kept(tmp_path: Path, corpus: str
     before = (tmp_path / "bytes/data/train.bin").read_bytes()
     kept = prepare_run(plain, tmp_path / "bytes", said.append)
     assert kept.config.data.tokenizer == "byte"
-    assert "data.tokenizer is not set: byte, as the run's data were prepared with" in said
+    assert "tokenizer: byte, as the run's data were prepared with" in said
     assert (tmp_path / "bytes/data/train.bin").read_bytes() == before
     with pytest.raises(ConfigError, match=r"data\.tokenizer: .* -> 'byte'"):
         (tmp_path / "own" / "journal.sqlite").touch()

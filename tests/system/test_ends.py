@@ -77,7 +77,7 @@ def test_a_failure_names_the_steps_that_only_the_memory_has(runner: Any) -> None
     last = H.newest_step(run.run_dir)
     assert code == 4 and H.segments_of(runner.root), output
     assert f"steps 1 to {last}, not saved" in output
-    assert f"penstock doctor --clean --force --run-dir {run.run_dir}" in output
+    assert f"penstock doctor --clean --force {run.run_dir}" in output
     assert f"steps 1 to {last}, not saved" in runner.call("status", "--run-dir", run.run_dir)[1]
     runner.train(config, "--set", f"train.steps={last + 1}", "--set", "cluster.max_restarts=2")
     assert [line["step"] for line in H.metrics(run.run_dir)] == list(range(1, last + 2))
@@ -89,7 +89,7 @@ def test_a_node_prints_its_steps(runner: Any) -> None:
     code, output = runner.call("node", "--config", config, "--set", "train.steps=2")
     run_dir = runner.root / "run"
     assert code == 0 and H.newest_step(run_dir) == 2, output
-    assert f"penstock watch --run-dir {run_dir}" in output and "step 2 of 2, loss" in output
+    assert f"penstock watch {run_dir}" in output and "step 2 of 2, loss" in output
     code, output = runner.call(
         "node", "--config", run_dir / "resolved.yaml", "--set", "train.steps=5"
     )

@@ -87,7 +87,7 @@ def test_the_page_says_what_the_files_of_the_run_say(plain_run: Path) -> None:
     assert speed["tokens in all"] == (f"{sum(line['tokens'] for line in lines):,}",)
     assert speed["tokens a second, median of all steps"] == (f"{rate:,.0f}",)
     assert faults["processes that died and were started again"] == ("0",)
-    assert faults["steps with the gradient norm over the limit (amended)"] == ("0",)
+    assert faults["steps with clipped gradients (norm over train.clip_grad_norm)"] == ("0",)
     assert rows(page, "simulated")["step"][0].endswith("ms")  # it is traced
     assert "computing" in str(next(s for s in page.sections if s.name == "time").blocks)
     names = [section.name for section in page.sections]
@@ -162,7 +162,7 @@ def test_what_is_not_known_says_how_to_get_it(clipped_run: Path) -> None:
     assert any("train.eval_every" in text for text in found["result"])
     assert any("observability.memory" in text for text in found["memory"])
     amended = sum(line["decision"] == "amend" for line in metrics(clipped_run, "train"))
-    name = "steps with the gradient norm over the limit (amended)"
+    name = "steps with clipped gradients (norm over train.clip_grad_norm)"
     assert rows(page, "faults")[name] == (str(amended),)
 
 

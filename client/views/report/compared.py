@@ -146,7 +146,7 @@ def _values(facts: RunFacts) -> Iterator[tuple[str, float | None, str]]:
     yield "tokens in all", readings.total("tokens"), ",.0f"
     simulated = traced.simulated_typical_s if isinstance(traced, TraceReport) else None
     yield "simulated step, seconds", simulated, ".4g"
-    yield "steps amended", float(readings.decisions.get("amend", 0)), ",.0f"
+    yield "steps clipped", float(readings.decisions.get("amend", 0)), ",.0f"
     yield "steps skipped", float(readings.decisions.get("skip", 0)), ",.0f"
     yield "processes lost", float(history.count(IncidentKind.FAULT)), ",.0f"
 

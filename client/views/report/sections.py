@@ -236,7 +236,7 @@ def faults(facts: RunFacts) -> Chapter:
     counts = [
         ("processes that died and were started again", f"{history.count(IncidentKind.FAULT):,}"),
         ("interruptions after which training continued", f"{len(history.recoveries):,}"),
-        ("steps with the gradient norm over the limit (amended)", f"{amended:,}"),
+        ("steps with clipped gradients (norm over train.clip_grad_norm)", f"{amended:,}"),
         ("steps without finite gradients (skipped)", f"{skipped:,}"),
         ("saves", f"{history.count(IncidentKind.SAVE):,}"),
         ("warnings", f"{history.count(IncidentKind.WARNING):,}"),
@@ -255,8 +255,8 @@ def faults(facts: RunFacts) -> Chapter:
     if amended:
         blocks.append(
             Words(
-                "An amended step is exact: weights are computed again with scaled-down gradients,"
-                " from an unchanged optimizer state."
+                "Clipping is exact: a clipped step has the weights of a step with scaled-down"
+                " gradients."
             )
         )
     blocks += _log_blocks(facts)

@@ -119,7 +119,8 @@ class Events:
             return
         if last is not None:  # earlier repetitions stay as a separate event
             self._close(what)
-        tone = Tone.BAD if what == "skip" else Tone.NOTE
+        exact = what == "amend" and not self._limits.arithmetic
+        tone = Tone.GOOD if exact else Tone.BAD if what == "skip" else Tone.NOTE
         step = line["step"]
         event = RunEvent(at_s=now_s, step=step, text=text, tone=tone, key=what, since=step)
         self._kept.append(event)
@@ -131,12 +132,11 @@ class Events:
 
     def _amended(self, line: Metrics) -> str:
         norm, limit = _number(line.get("grad_norm")), self._limits.clip
-        over = f"gradient norm {_text(norm)} over the limit{'' if limit is None else f' {limit:g}'}"
-        if line.get("held"):
-            return f"{over}: the step was scaled down (it had waited for the norm)"
+        clipped = f"gradients clipped: norm {_text(norm)}"
+        clipped += "" if limit is None else f", limit {limit:g}"
         if self._limits.arithmetic:
-            return f"{over}: the step was taken back and made again, scaled down"
-        return f"{over}: weights computed again, state untouched"
+            return f"{clipped}; the step was taken back and made again"
+        return clipped
 
     def _skipped(self, line: Metrics) -> str:
         scale = _number(line.get("loss_scale"))

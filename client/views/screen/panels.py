@@ -425,7 +425,7 @@ def _words(model: Model, glyphs: Glyphs, width: int, rows: int) -> list[Text]:
 
 _SIGNS = MappingProxyType(
     {
-        "weights computed again": "amend",
+        "gradients clipped": "clipped",
         "infinite or undefined": "skip",
         "worker.": "processes",
         "memoryd.": "processes",

@@ -23,7 +23,7 @@ PHASES = MappingProxyType(
         "beginning": "getting ready",
         "running": "training",
         "deciding": "training",
-        "amending": "training: clipping, weights are computed again",
+        "amending": "training: clipping gradients",
         "mirroring": "training: waiting for replicas",
         "settling": "saving: taking in the last step",
         "saving": "saving",
@@ -41,8 +41,8 @@ PHASES = MappingProxyType(
 GLOSSARY = MappingProxyType(
     {
         "step": "one update of the model from one global batch. A step counts from its commit on.",
-        "amend": "gradients were over the norm's limit, so the next weights were computed again,"
-        " scaled down. The optimizer's state had not been touched yet.",
+        "clipped": "the norm of the gradients was over train.clip_grad_norm, so the step was scaled"
+        " down to that norm.",
         "skip": "gradients were infinite or undefined: no step is taken, the batch is left out.",
         "commit": "the moment a step counts: it is in the journal, and no crash undoes it.",
         "optimizer tail": "time from the last gradient to the commit: the part of the optimizer's"

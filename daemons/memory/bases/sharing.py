@@ -167,7 +167,7 @@ def keep_bases(memory: NodeMemory) -> None:
                 name = memory.spec.table.blocks[block].name
                 raise SegmentError(
                     f"the base of {name} was removed from /dev/shm, and the rest is useless without"
-                    " it. Remove the rest (penstock doctor --clean --force --run-dir DIR); then the"
+                    " it. Remove the rest (penstock doctor --clean --force DIR); then the"
                     " same command resumes from the newest saved state"
                 )
         memory.hold(block, base)

@@ -59,6 +59,7 @@ from penstock.daemons.node.preparing.planned_run import (
     plan_anyway,
     search_lines,
 )
+from penstock.daemons.node.preparing.positions import position_warning
 from penstock.daemons.node.preparing.refusals import unchanged_if_refused
 from penstock.daemons.node.preparing.reliefs import check_fits
 from penstock.daemons.node.preparing.software import Software, check_software
@@ -303,6 +304,8 @@ def _make_inputs(
     directory.remove_checksums()
     write_atomically(directory.path / "resolved.yaml", config.to_yaml())
     progress("preparing the model's block table and the data")
+    if (warning := position_warning(config)) is not None:
+        progress(warning)
     if config.cluster.platform.builtin_model:
         write_model(Emulation.of(config), directory.path)
     run_models_prepare(config, directory.path, progress=progress, lock=lock, starter=starter)
@@ -431,9 +434,9 @@ def _name_tokenizer(
     if previous is not None and _inputs_exist(run_dir) and previous.model.path == config.model.path:
         name = previous.data.tokenizer
         if name != standard and standard is not None:
-            progress(f"data.tokenizer is not set: {name}, as the run's data were prepared with")
+            progress(f"tokenizer: {name}, as the run's data were prepared with")
     elif config.model.path is not None and name is not None:
-        progress(f"data.tokenizer is not set: the model's own, {name}")
+        progress(f"tokenizer: the model's own, {name}")
     return config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": name})})
 
 
@@ -453,7 +456,7 @@ def _keep_bos(config: Config, previous: Config | None, run_dir: Path, progress: 
     if bos == AUTO or text != previous.data.path or config.tokenizer != previous.tokenizer:
         return config
     if config.tokenizer not in (None, BYTE):
-        progress(f"data.bos is not set: {str(bos).lower()}, as the run's data were prepared with")
+        progress(f"data.bos: {str(bos).lower()}, as the run's data were prepared with")
     return config.model_copy(update={"data": config.data.model_copy(update={"bos": bos})})
 
 
