@@ -21,7 +21,10 @@ from penstock.config.schema import Config
 from penstock.daemons.node.preparing.emulated import write_model
 from penstock.daemons.node.preparing.hub import TOKENIZER, fetched_config
 from penstock.daemons.node.preparing.places import with_absolute_paths
+from penstock.daemons.node.preparing.positions import position_warning
+from penstock.daemons.node.preparing.prepare import check_early
 from penstock.daemons.node.preparing.tool import run_tool
+from penstock.daemons.preload.starting import Starter
 from penstock.host.errors import ConfigError
 from penstock.host.files import write_atomically
 from penstock.host.limits.scratch import scratch_folder
@@ -99,13 +102,16 @@ def read_rows(
     take: Callable[[str], None],
     *options: str,
     progress: Callable[[str], None] = _say,
+    starter: Starter | None = None,
 ) -> None:
     """Prepares the data, and gives ``take`` each line about them. ``progress`` gets the messages of
-    the preparation.
+    the preparation. ``starter`` starts the processes; None starts them anew.
 
     Raises:
         PenstockError: the data cannot be prepared.
     """
+    if (warning := position_warning(config)) is not None:
+        progress(warning)
     silence_s = config.cluster.heartbeat_timeout_s
     end = () if rows.end is None else ("--end", str(rows.end))
     with scratch_folder("data") as run_dir:
@@ -114,12 +120,14 @@ def read_rows(
         write_atomically(run_dir / "resolved.yaml", config.to_yaml())
         if config.cluster.platform.builtin_model:
             write_model(Emulation.of(config), run_dir)
+        check_early(config, run_dir)
         run_tool(
             "penstock.models.prepare",
             str(run_dir),
             "--data-only",
             progress=progress,
             silence_s=silence_s,
+            starter=starter,
         )
         try:
             run_tool(
@@ -127,6 +135,7 @@ def read_rows(
                 *(str(run_dir), "--first", str(rows.first), *end, *options),
                 progress=take,
                 silence_s=silence_s,
+                starter=starter,
             )
         except BrokenPipeError:
             # A reader such as head needs no more; the last flush must not fail, either.

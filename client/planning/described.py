@@ -24,6 +24,7 @@ from penstock.daemons.node.preparing.gpus import LIBRARY, FoundGpu, found_gpus, 
 from penstock.daemons.node.preparing.hub import CONFIG as CONFIG_ONLY
 from penstock.daemons.node.preparing.hub import local_folder
 from penstock.daemons.node.preparing.planned_run import HostMachine
+from penstock.daemons.node.preparing.positions import positions_of
 from penstock.host.errors import ConfigError
 from penstock.host.files import DAMAGED, parse_json
 from penstock.host.limits.scratch import scratch_folder
@@ -136,7 +137,7 @@ class Description:
     def _config(self, folder: Path) -> Config:
         fields = _fields(folder / CONFIG)
         device = "cpu" if self.machine.gpu is None and gpu_here() is None else "cuda"
-        values = self._given(_dtype(fields), min(LENGTH, positions(fields) or LENGTH))
+        values = self._given(_dtype(fields), min(LENGTH, positions_of(fields) or LENGTH))
         data: dict[str, dict[str, Any]] = {
             "run": {"name": "estimate"},
             "model": {"path": str(folder)},
@@ -270,14 +271,3 @@ def _dtype(fields: Mapping[str, Any]) -> str | None:
     named = fields.get("dtype", fields.get("torch_dtype"))
     dtype = _DTYPES.get(named) if isinstance(named, str) else None
     return None if dtype is None else dtype.value
-
-
-def positions(fields: Mapping[str, Any]) -> int | None:
-    """Returns the positions of a model, if its ``config.json`` names them."""
-    inner = fields.get("text_config")
-    for settings in (inner if isinstance(inner, dict) else {}, fields):
-        for name in ("max_position_embeddings", "n_positions", "max_sequence_length"):
-            value = settings.get(name)
-            if isinstance(value, int) and value > 0:
-                return value
-    return None

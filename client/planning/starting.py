@@ -6,6 +6,7 @@ that are written. So ``penstock data`` and ``penstock train`` accept the file un
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -19,14 +20,17 @@ from typing import Any
 import yaml
 
 from penstock.client.planning.data_rows import RowRange, read_rows
-from penstock.client.planning.described import Description, gpu_here, positions
+from penstock.client.planning.described import Description, gpu_here
 from penstock.client.planning.estimate import Estimate, estimate
-from penstock.config.hub_names import from_hub
+from penstock.config.evaluation import EVAL
+from penstock.config.hub_names import from_hub, hub_name
 from penstock.config.schema import parse_config
-from penstock.config.values import human_bytes
+from penstock.config.values import DPO, NEXT_TOKEN, PAIR, human_bytes
 from penstock.daemons.node.preparing.gpus import FoundGpu
 from penstock.daemons.node.preparing.hub import DATA, TOKENIZER, HubFiles
+from penstock.daemons.node.preparing.positions import positions_of
 from penstock.daemons.node.preparing.tool import run_tool
+from penstock.daemons.preload.starting import Starter
 from penstock.host.errors import CapacityError, ConfigError, reason
 from penstock.host.files import DAMAGED, parse_json, write_new
 from penstock.host.limits.scratch import scratch_folder
@@ -46,9 +50,12 @@ _BATCH = 16
 _SMALL_MODEL = 1_000_000_000
 """Parameters below which a model takes the higher rate."""
 
-_EPOCHS = {"samples": 3, "text": 1}
+_EPOCHS = {"samples": 3, "text": 1, "pairs": 1}
 SAMPLE_BYTES = 16 << 20
 """Bytes of records, as JSON lines, that choices are made by."""
+
+OBJECTIVES = (NEXT_TOKEN, DPO)
+"""Values of ``--objective``."""
 
 _TOO_LONG = "data.sequence_length ="
 """Beginning of an error that shorter rows may mend."""
@@ -59,11 +66,44 @@ _MARGIN = 33
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The model folder, the data and the file to write, as the user named them."""
+    """The model folder, the data and the file to write, as the user named them.
+
+    ``lora``: adapters are trained. ``objective``: one of :data:`OBJECTIVES`, or None to take the
+    one that goes with the records. ``held_out``: data to evaluate on.
+    """
 
     model: Path
     data: str
     output: Path | None = None
+    lora: bool = False
+    objective: str | None = None
+    held_out: str | None = None
+
+    def check(self) -> None:
+        """Refuses values that are known to be wrong before a file is read.
+
+        Raises:
+            ConfigError: names the option.
+        """
+        if self.objective not in (None, *OBJECTIVES):
+            raise ConfigError(
+                f"--objective {self.objective}: accepted are {' and '.join(OBJECTIVES)}"
+            )
+        for option, place in (("--data", self.data), ("--eval", self.held_out)):
+            known = place is None or place.startswith("@") or hub_name(place) is not None
+            if place is not None and not (known or glob.has_magic(place) or Path(place).exists()):
+                raise ConfigError(f"{option} {place}: no such file or folder")
+        if os.path.lexists(self.target):
+            raise ConfigError(f"{self.target}: exists; name another file with --out")
+
+    @property
+    def words(self) -> str:
+        """The options of the command, for a comment."""
+        words = [f"--model {self.model}", f"--data {self.data}"]
+        words += ["--lora"] if self.lora else []
+        words += [f"--objective {self.objective}"] if self.objective else []
+        words += [f"--eval {self.held_out}"] if self.held_out else []
+        return " ".join(words)
 
     @property
     def target(self) -> Path:
@@ -77,18 +117,19 @@ class Start:
         return re.sub(r"[^A-Za-z0-9._-]+", "-", stem)[:64].strip("-") or "run"
 
 
-def write_start(start: Start, progress: Callable[[str], None]) -> Path:
-    """Writes the configuration to a new file, and returns the file.
+def write_start(
+    start: Start, progress: Callable[[str], None], starter: Starter | None = None
+) -> Path:
+    """Writes the configuration to a new file, and returns the file. ``starter`` starts the
+    processes that need torch.
 
     Raises:
         ConfigError: the file exists or cannot be written, the folder is no model with weights, or
             the data cannot be read.
     """
-    target = start.target
-    if os.path.lexists(target):
-        raise ConfigError(f"{target}: exists; name another file with --out")
-    write_new(target, _text(start, progress))
-    return target
+    start.check()
+    write_new(start.target, _text(start, progress, starter))
+    return start.target
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,7 +146,7 @@ class _Draft:
         self.comments[key] = comment
 
 
-def _text(start: Start, progress: Callable[[str], None]) -> str:
+def _text(start: Start, progress: Callable[[str], None], starter: Starter | None) -> str:
     hub = HubFiles(progress=progress)
     fetched = hub.local("--model", start.model, TOKENIZER)
     folder = start.model if fetched is None else fetched.path
@@ -118,12 +159,18 @@ def _text(start: Start, progress: Callable[[str], None]) -> str:
     why = "; on CPUs bf16 is no faster" if gpu is None else ", with fp32 masters in host memory"
     draft.put("model.dtype", dtype, f"type of the weights on the device{why}")
     draft.put("data.path", start.data, "")
-    limit = positions(settings)
+    limit = positions_of(settings)
     _put_template(draft, folder)
+    if start.lora:
+        draft.put("adapter.r", 16, "rank of the adapters, on all linear layers")
+        draft.put("adapter.alpha", 32, "their factor is alpha / r")
     # Names of the Hub stay in the file; their files of now are measured.
     draft.values["model"]["path"] = str(folder)
     draft.values["data"]["path"] = start.data if records is None else str(records.path)
-    summary = _measured(draft, limit, progress)
+    summary = _measured(draft, start, limit, progress, starter)
+    if start.held_out is not None:
+        _put_evaluation(draft, start.held_out, summary)
+    progress("estimating memory")
     costs = _costs(folder, draft)
     draft.values["model"]["path"] = str(start.model)
     draft.values["data"]["path"] = start.data
@@ -134,7 +181,11 @@ def _text(start: Start, progress: Callable[[str], None]) -> str:
 
 
 def _measured(
-    draft: _Draft, limit: int | None, progress: Callable[[str], None]
+    draft: _Draft,
+    start: Start,
+    limit: int | None,
+    progress: Callable[[str], None],
+    starter: Starter | None,
 ) -> Mapping[str, Any]:
     """Sets length, passes and batch by the first records; returns their summary. ``whole`` in the
     summary tells whether these are all records.
@@ -152,20 +203,63 @@ def _measured(
         sample = folder / "sample.jsonl"
         answers: list[str] = []
         words = (path, str(sample), str(SAMPLE_BYTES))
+        progress(f"reading the first records of {path}")
         run_tool("penstock.models.data.reading.sample", *words, progress=answers.append)
-        whole = bool(json.loads(answers[-1])["whole"])
+        answer = json.loads(answers[-1])
+        whole = bool(answer["whole"])
+        _put_objective(draft, start.objective, pairs=bool(answer["pairs"]))
         place = path if whole else str(sample)
-        summary, limit = _first_summary(draft, place, limit, progress)
-        length = int(draft.values["data"]["sequence_length"])
+        progress("preparing them as training does")
+        source = _Prepared(place=place, progress=progress, starter=starter)
+        summary, limit = _first_summary(draft, source, limit)
+        length = _length(draft)
         _put_length(draft, {**summary, "whole": whole}, limit)
-        if draft.values["data"]["sequence_length"] != length:
-            summary = _summary(draft, place, progress)
+        if _length(draft) != length:
+            progress(f"preparing them again, in rows of {_length(draft)} tokens")
+            summary = _summary(draft, source)
     _put_steps(draft, {**summary, "whole": whole})
     return {**summary, "whole": whole}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """Data that are prepared for their summary. ``place``: their file, or that of their first
+    records.
+    """
+
+    place: str
+    progress: Callable[[str], None]
+    starter: Starter | None
+
+
+def _length(draft: _Draft) -> int:
+    return int(draft.values["data"]["sequence_length"])
+
+
+def _put_objective(draft: _Draft, objective: str | None, *, pairs: bool) -> None:
+    """Sets the objective of pairs of answers, if the records are pairs or the user asks for it."""
+    if objective == NEXT_TOKEN or not (pairs or objective == DPO):
+        return
+    why = "records have chosen and rejected" if pairs else "by --objective"
+    draft.put("data.objective", DPO, f"{why}: learns to prefer one answer to the other")
+    draft.put("train.global_batch", PAIR, "")
+
+
+def _trains_on_pairs(draft: _Draft) -> bool:
+    return bool(draft.values["data"].get("objective") == DPO)
+
+
+def _put_evaluation(draft: _Draft, path: str, summary: Mapping[str, Any]) -> None:
+    """Sets an evaluation on held-out data, twice in a pass."""
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(path).name.partition(".")[0])[:40].strip("-")
+    steps = -(-summary["rows_per_epoch"] // int(draft.values["train"]["global_batch"]))
+    name = name if name and name != EVAL else "held-out"
+    sets = [{"name": name, "path": path, "every": max(1, steps // 2)}]
+    draft.put("eval.sets", sets, "twice in a pass")
+
+
 def _first_summary(
-    draft: _Draft, place: str, limit: int | None, progress: Callable[[str], None]
+    draft: _Draft, source: _Prepared, limit: int | None
 ) -> tuple[Mapping[str, Any], int | None]:
     """Returns the summary with the longest rows that the model's type takes, and the limit of their
     length. Some types train on samples in shorter rows alone.
@@ -174,9 +268,9 @@ def _first_summary(
         PenstockError: the data cannot be prepared.
     """
     while True:
-        length = int(draft.values["data"]["sequence_length"])
+        length = _length(draft)
         try:
-            return _summary(draft, place, progress), limit
+            return _summary(draft, source), limit
         except ConfigError as error:
             if not str(error).startswith(_TOO_LONG) or length <= _SHORTEST_ROW:
                 raise
@@ -234,15 +328,14 @@ def _put_template(draft: _Draft, folder: Path) -> None:
         )
 
 
-def _summary(draft: _Draft, place: str, progress: Callable[[str], None]) -> Mapping[str, Any]:
-    """Returns the summary of ``penstock data`` with the data at ``place``: those of the draft, or
-    their first records.
+def _summary(draft: _Draft, source: _Prepared) -> Mapping[str, Any]:
+    """Returns the summary of ``penstock data`` of the draft's data, or of their first records.
 
     Raises:
         PenstockError: the data cannot be prepared.
     """
     lines: list[str] = []
-    path = str(draft.values["data"]["path"])
+    path, place = str(draft.values["data"]["path"]), source.place
     values = {**draft.values, "data": {**draft.values["data"], "path": place}}
     config = parse_config(values, source="penstock init")
 
@@ -251,7 +344,11 @@ def _summary(draft: _Draft, place: str, progress: Callable[[str], None]) -> Mapp
 
     try:
         read_rows(
-            config, RowRange(end=1), lines.append, progress=lambda text: progress(named(text))
+            config,
+            RowRange(end=1),
+            lines.append,
+            progress=lambda text: source.progress(named(text)),
+            starter=source.starter,
         )
     except ConfigError as error:
         raise ConfigError(named(str(error))) from error
@@ -288,9 +385,11 @@ def _put_steps(draft: _Draft, summary: Mapping[str, Any]) -> None:
     """Sets passes and batch."""
     rows = summary["rows_per_epoch"]
     batch = _BATCH
-    while batch > 1 and rows < 4 * batch:
+    least = PAIR if _trains_on_pairs(draft) else 1
+    while batch > least and rows < 4 * batch:
         batch //= 2
-    epochs = _EPOCHS["text" if summary["records"] is None else "samples"]
+    kind = "text" if summary["records"] is None else "pairs" if least == PAIR else "samples"
+    epochs = _EPOCHS[kind]
     steps = -(-rows * epochs // batch)
     more = "" if summary["whole"] else "more than "
     draft.put("train.epochs", epochs, f"passes over the data: {more}{steps:,} steps")
@@ -303,8 +402,9 @@ def _costs(model: Path, draft: _Draft) -> Estimate | None:
         model=str(model),
         sequence_length=draft.values["data"]["sequence_length"],
         global_batch=draft.values["train"]["global_batch"],
-        micro_batch="1",
+        micro_batch=str(PAIR if _trains_on_pairs(draft) else 1),
         dtype=draft.values["model"]["dtype"],
+        settings=tuple(f"adapter.{key}={v}" for key, v in draft.values.get("adapter", {}).items()),
     )
     with suppress(CapacityError):
         return estimate(described)
@@ -313,8 +413,12 @@ def _costs(model: Path, draft: _Draft) -> Estimate | None:
 
 def _put_rate(draft: _Draft, costs: Estimate | None) -> None:
     is_small = costs is not None and costs.run.table.num_parameters < _SMALL_MODEL
-    rate = 2.0e-5 if is_small else 1.0e-5
-    draft.put("optimizer.lr", rate, "usual for all parameters; half or double if the loss says so")
+    rate, of = (2.0e-5 if is_small else 1.0e-5), "all parameters"
+    if _trains_on_pairs(draft):
+        rate, of = 1.0e-6, "pairs of answers"
+    if "adapter" in draft.values:
+        rate, of = 10 * rate, "adapters"
+    draft.put("optimizer.lr", rate, f"usual for {of}; half or double if the loss says so")
     draft.put("optimizer.schedule", "cosine", "the rate falls along a cosine")
     draft.put("optimizer.warmup_steps", 0.03, "share of the steps in which the rate rises")
 
@@ -322,7 +426,9 @@ def _put_rate(draft: _Draft, costs: Estimate | None) -> None:
 def _put_device(draft: _Draft, gpu: FoundGpu | None) -> None:
     if gpu is None:
         draft.put("cluster.device", "cpu", "the driver names no GPU here; cuda computes on GPUs")
-        draft.put("train.micro_batch", 1, "rows that are computed at once; more need more memory")
+        rows, what = (PAIR, "a pair of") if _trains_on_pairs(draft) else (1, "")
+        comment = f"{what} rows that are computed at once; more need more memory".strip()
+        draft.put("train.micro_batch", rows, comment)
         return
     memory = human_bytes(gpu.memory_bytes)
     draft.put("cluster.device", "cuda", f"{gpu.name}, {memory}; schedule and micro-batch fit it")
@@ -330,7 +436,7 @@ def _put_device(draft: _Draft, gpu: FoundGpu | None) -> None:
 
 def _head(start: Start, summary: Mapping[str, Any], costs: Estimate | None) -> list[str]:
     """Returns comments on model, data and memory."""
-    lines = [f"# Made by penstock init --model {start.model} --data {start.data}"]
+    lines = [f"# Made by penstock init {start.words}"]
     if costs is not None:
         lines.append(f"# model: {costs.run.table.num_parameters:,} parameters")
     part = "" if summary["whole"] else "of the data the first part was read: "
@@ -364,7 +470,9 @@ def _head(start: Start, summary: Mapping[str, Any], costs: Estimate | None) -> l
 def _lines(draft: _Draft) -> list[str]:
     """Returns the sections with their comments."""
     lines: list[str] = []
-    for section in ("run", "model", "data", "train", "optimizer", "cluster"):
+    for section in ("run", "model", "adapter", "data", "train", "eval", "optimizer", "cluster"):
+        if section not in draft.values:
+            continue
         lines.append(f"{section}:")
         for name, value in draft.values[section].items():
             shown = yaml.safe_dump(value, default_flow_style=True, width=10_000).split("\n...")[0]

@@ -180,7 +180,12 @@ def _shortest(adapted: Collection[str], modules: Collection[str]) -> list[str]:
     return sorted(ends if named == set(adapted) else adapted)
 
 
-def _read_fields(folder: Path) -> dict[str, Any]:
+def check_adapter_folder(folder: Path) -> None:
+    """Refuses a folder without the files of an adapter.
+
+    Raises:
+        ConfigError: names the file and the remedy.
+    """
     at = f"adapter.path = {str(folder)!r}"
     if not folder.is_dir():
         raise ConfigError(f"{at}: is no folder; give the folder where PEFT saved an adapter")
@@ -193,6 +198,10 @@ def _read_fields(folder: Path) -> dict[str, Any]:
                 f" save it (save_pretrained), which writes {WEIGHTS}"
             )
         raise ConfigError(f"{at}: has no {WEIGHTS}; copy it there, too")
+
+
+def _read_fields(folder: Path) -> dict[str, Any]:
+    check_adapter_folder(folder)
     try:
         fields = parse_json((folder / SETTINGS).read_bytes())
         if not isinstance(fields, dict):

@@ -29,17 +29,13 @@ from penstock.models.data.user_modules import import_hint, import_user_module
 from penstock.models.surgery.composite import Composite, text_part
 from penstock.models.surgery.probe import refused
 from penstock.models.surgery.skeleton import predicts_masked
+from penstock.models.surgery.types import SUPPORTED, unknown_type, unknown_type_of_folder
 from penstock.protocol.run.checksums import check_checksum
 from penstock.protocol.run.rundir import RunDirectory
 
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OLDER_NAMES = {"rope_theta", "rope_scaling", "rope_local_base_freq", "torch_dtype"}
 """Accepted by transformers although no configuration lists them any more."""
-
-_SUPPORTED = (
-    "decoder-only types are supported, such as llama, gpt2, qwen2, mistral and mamba, and encoders"
-    " such as bert"
-)
 
 _WITHOUT_EFFECT = {"max_window_layers", "n_ctx", "prefix", "task_specific_params"}
 """Published configurations have them; transformers reads them for some types, or no longer."""
@@ -150,9 +146,7 @@ def read_hf_config(directory: Path) -> PretrainedConfig:
     # Otherwise transformers would ask on the terminal whether to run code of the folder.
     known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
     if model_type is not None and not known:
-        raise ConfigError(
-            f"model_type of {path} = {model_type!r}: transformers knows no such type; {_SUPPORTED}"
-        )
+        raise unknown_type_of_folder(path, model_type)
     with refused(lambda error: f"{path}: {reason(_innermost(error))}"):
         hf_config: PretrainedConfig = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
@@ -209,11 +203,7 @@ def _from_mapping(
     model_type = str(fields.pop("model_type"))
     named = f"model.hf.model_type = {model_type!r}"
     if model_type not in CONFIG_MAPPING:
-        close = difflib.get_close_matches(model_type, CONFIG_MAPPING, n=3)
-        raise ConfigError(
-            f"{named}: transformers knows no such type; try"
-            f" {', '.join(close or ['llama', 'gpt2', 'qwen2', 'mistral'])}"
-        )
+        raise unknown_type(model_type, difflib.get_close_matches(model_type, CONFIG_MAPPING, n=3))
     alone = "transformers has no configuration of this type without others to go with it"
     with refused(lambda error: f"{named}: {alone}: {reason(_innermost(error))}"):
         config_class = CONFIG_MAPPING[model_type]
@@ -264,13 +254,13 @@ def _check_kind(hf_config: PretrainedConfig, where: str) -> None:
     model_type = hf_config.model_type
     named = f"{where} = {model_type!r}"
     if not _is_language_model(hf_config) or getattr(hf_config, "is_encoder_decoder", False):
-        raise ConfigError(f"{named}: transformers has no language model of it; {_SUPPORTED}")
+        raise ConfigError(f"{named}: transformers has no language model of it; {SUPPORTED}")
     inner = hf_config.get_text_config(decoder=True)
     if inner.model_type != model_type or not isinstance(
         getattr(hf_config, "vocab_size", None), int
     ):
         alone = _is_language_model(inner)
-        remedy = f"give {inner.model_type!r} by itself" if alone else _SUPPORTED
+        remedy = f"give {inner.model_type!r} by itself" if alone else SUPPORTED
         raise ConfigError(f"{named}: its language model is one part of several; {remedy}")
 
 

@@ -23,10 +23,6 @@ from penstock.protocol.security.folders import KeyFolder, checked_folder, node_f
 from penstock.protocol.security.identity import SCHEDULER_HOST, Identity, Role
 from penstock.protocol.security.token import check_listener, read_token, token_path
 
-# gRPC reads the variable at its first call. Otherwise it writes lines about forks and about each
-# unauthenticated connection to the terminal; the scheduler counts such connections in its log.
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-
 TOKEN_KEY = "penstock-token"
 """Metadata key of the token in a call."""
 

@@ -5,6 +5,7 @@ the optimizer at the same time; a scheduler commits or rolls back every step. St
 ``penstock --help`` or :func:`penstock.train`.
 """
 
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,10 @@ __all__ = [
 # Before anything else: most modules cannot even be read by an older Python.
 if _objection := python_objection(sys.version_info[:3]):
     raise ImportError(_objection)
+
+# gRPC reads the variable on import. It would write lines about forks, ports and unauthenticated
+# connections to the terminal; our logs and errors have them.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 if TYPE_CHECKING:
     from penstock.client.api import (

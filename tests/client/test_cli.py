@@ -378,16 +378,14 @@ def test_an_evaluation_has_counts_beside_its_means() -> None:
 
 
 def test_no_line_of_grpc_is_on_the_terminal(tmp_path: Path) -> None:
-    """A channel with a thread, then a fork: gRPC would log that it skips its handlers."""
+    """gRPC would log that the port is in use."""
     program = """
-import os, threading
-from penstock.protocol.security import credentials
-import grpc
-channel = grpc.insecure_channel("127.0.0.1:1")
-threading.Thread(target=lambda: grpc.channel_ready_future(channel), daemon=True).start()
-pid = os.fork()
-os._exit(0) if pid == 0 else os.waitpid(pid, 0)
-channel.close()
+import socket, contextlib, concurrent.futures, penstock, grpc
+taken = socket.create_server(("127.0.0.1", 0))
+pool = concurrent.futures.ThreadPoolExecutor(1)
+server = grpc.server(pool, options=(("grpc.so_reuseport", 0),))
+with contextlib.suppress(RuntimeError):
+    server.add_insecure_port(f"127.0.0.1:{taken.getsockname()[1]}")
 """
     environment = {k: v for k, v in os.environ.items() if k != "GRPC_VERBOSITY"}
     done = subprocess.run(

@@ -256,3 +256,35 @@ def test_the_example_of_adapters_trains_that_of_chat(
         code, out, err = ran(*words)
         assert code == 0, f"{out}{err}"
     assert Path("out/adapter_model.safetensors").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_adapters_pairs_and_an_evaluation(folder: Path) -> None:
+    """Pairs are known by their columns; the files are trained unedited."""
+    pairs = ({"prompt": f"Is {n} odd?", "chosen": "Yes.", "rejected": "No."} for n in range(64))
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    (folder / "held-out.jsonl").write_text((folder / "pairs.jsonl").read_text())
+    text = init("pairs.jsonl", "--lora", "--eval", "held-out.jsonl", "--out", "mine.yaml")
+    config = load_config(Path("mine.yaml"))
+    assert (config.data.objective, config.train.epochs, config.optimizer.lr) == ("dpo", 1, 1e-5)
+    assert config.adapter is not None and (config.adapter.r, config.adapter.alpha) == (16, 32)
+    assert [(each.name, each.path) for each in config.eval.sets] == [("held-out", "held-out.jsonl")]
+    head = "penstock init --model models/tiny --data pairs.jsonl --lora --eval held-out.jsonl"
+    assert f"# Made by {head}\n" in text
+    code, out, err = ran("train", "mine.yaml")
+    assert code == 0, f"{out}{err}"
+    assert "evaluation of held-out loss" in out and "over 64 pairs" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("--objective", "kto"), "--objective kto: accepted are next-token and dpo"),
+        (("--eval", "no.jsonl"), "--eval no.jsonl: no such file or folder"),
+    ],
+)
+def test_options_of_init_are_checked_first(words: tuple[str, ...], error: str) -> None:
+    code, _, err = ran("init", "--model", "models/no", "--data", "@stdlib", *words)
+    assert (code, err) == (2, f"penstock: {error}\n")
+    code, _, err = ran("init", "--lora")
+    assert code == 2 and "--model and --data are missing; give both" in err

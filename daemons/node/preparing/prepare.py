@@ -308,6 +308,8 @@ def _make_inputs(
         progress(warning)
     if config.cluster.platform.builtin_model:
         write_model(Emulation.of(config), directory.path)
+    if not directory.has_started:
+        check_early(config, directory.path)
     run_models_prepare(config, directory.path, progress=progress, lock=lock, starter=starter)
     directory.record_checksums(fixed_values(config))
 
@@ -382,6 +384,15 @@ def warn_if_open(run_dir: Path, progress: Progress) -> None:
             f"warning: {run_dir} has mode {mode:04o}: every user of this machine may replace files"
             " of the run there. Forbid it (chmod o-w)"
         )
+
+
+def check_early(config: Config, run_dir: Path) -> None:
+    """Checks inputs in a process without torch, while torch is imported elsewhere.
+
+    Raises:
+        PenstockError: an input is bad, or the process failed.
+    """
+    run_models_prepare(config, run_dir, module="penstock.models.early")
 
 
 def _previous(run_dir: Path, progress: Progress) -> Config | None:

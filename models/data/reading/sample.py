@@ -2,7 +2,8 @@
 OUT BYTES``. No torch.
 
 ``OUT`` has a JSON line for each record, or for each part of a text. The only line of the answer is
-an object: ``whole`` tells whether the records end before ``BYTES`` are written.
+an object: ``whole`` tells whether the records end before ``BYTES`` are written, and ``pairs``
+whether the first record has two answers, of which one is better.
 """
 
 from __future__ import annotations
@@ -19,23 +20,28 @@ from penstock.models.data.reading.records import records
 from penstock.models.data.sources import find_source
 from penstock.protocol.run.process import tool_main
 
+_ANSWERS = frozenset(("chosen", "rejected"))
+"""Columns of a pair of answers."""
 
-def write_sample(source: str, output: Path, limit: int) -> bool:
+
+def write_sample(source: str, output: Path, limit: int) -> dict[str, bool]:
     """Writes the first records of a source, at least ``limit`` bytes if the source has so many.
-    Returns whether the source has no more.
+    Returns ``whole``, whether the source has no more, and ``pairs``, whether it has pairs.
 
     Raises:
         ConfigError: the source cannot be found or read.
     """
-    written = 0
+    written, pairs = 0, False
     with output.open("w", encoding="utf-8") as file:
         for fields in _fields(source):
             if written >= limit:
-                return False
+                return {"whole": False, "pairs": pairs}
+            if not written:
+                pairs = fields.keys() >= _ANSWERS
             line = json.dumps(fields, default=str)
             file.write(f"{line}\n")
             written += len(line) + 1
-    return True
+    return {"whole": True, "pairs": pairs}
 
 
 def _fields(source: str) -> Iterator[Mapping[str, Any]]:
@@ -58,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     def work() -> None:
-        whole = write_sample(options.source, options.output, options.bytes)
-        sys.stdout.write(json.dumps({"whole": whole}) + "\n")
+        answer = write_sample(options.source, options.output, options.bytes)
+        sys.stdout.write(json.dumps(answer) + "\n")
 
     return tool_main(work, options.output, options.parent_pid)
 

@@ -119,7 +119,7 @@ class SetPreparation:
         folder = _folder(each)
         directory = self.run_dir / "data" / folder
         directory.mkdir(exist_ok=True)
-        with _Naming(each.name) as naming:
+        with SetNaming(each.name) as naming:
             sources = self._sources(each, naming.line(self.progress))
             made = sources.write(directory)["train"]
             self._check(made, each)
@@ -138,7 +138,7 @@ class SetPreparation:
             return False
         if self.keeps:
             return True
-        with _Naming(each.name) as naming:
+        with SetNaming(each.name) as naming:
             sources = self._sources(each, naming.line(self.progress))
             return bool(sources.fingerprint == entry.get("fingerprint"))
 
@@ -206,7 +206,7 @@ def _packed(config: Config, packing: str) -> Config:
     return config.model_copy(update={"data": config.data.model_copy(update={"packing": packing})})
 
 
-class _Naming:
+class SetNaming:
     """Names a set in errors inside the block, which name keys of the training data otherwise."""
 
     def __init__(self, name: str) -> None:
@@ -216,7 +216,7 @@ class _Naming:
         """Returns a receiver of lines that names the set, too."""
         return lambda text: progress(self._named(text))
 
-    def __enter__(self) -> _Naming:
+    def __enter__(self) -> SetNaming:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
