@@ -18,6 +18,7 @@ from pathlib import Path
 from penstock.client.supervision import Interruptions, Supervision, console_path, empty_console
 from penstock.client.views.display import Display
 from penstock.client.views.programs import OnStep, Stepping
+from penstock.client.views.progress import working
 from penstock.client.views.run_view import (
     Metrics,
     Observer,
@@ -120,7 +121,8 @@ def run_training(
             RunLock.acquire(
                 node_lock_path(run_dir, node.name), wait_s=PREVIOUS_NODE_WAIT_S
             ).release()
-        directory = prepare_run(config, run_dir, display.say, starter=starter, rests=True)
+        with working("preparing the run", display) as say:
+            directory = prepare_run(config, run_dir, say, starter=starter, rests=True)
         config = with_known_steps(config, run_dir)
         earlier = all_metrics(run_dir)
         if is_complete(directory, config.train.steps):

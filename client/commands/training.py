@@ -7,6 +7,7 @@ import os
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -120,6 +121,7 @@ def init(
         if example is not None:
             raise ConfigError("penstock init: give --example, or --model with --data")
         from penstock.client.planning.starting import Start, write_start
+        from penstock.client.views.progress import Working
 
         start = Start(
             model=model,
@@ -129,8 +131,9 @@ def init(
             objective=objective,
             held_out=held_out,
         )
-        with begin_to_import() as starter:
-            written = write_start(start, lambda line: typer.echo(line, err=True), starter)
+        say = partial(typer.echo, err=True)
+        with begin_to_import() as starter, Working("reading", sys.stderr, say) as progress:
+            written = write_start(start, progress, starter)
         typer.echo(f"{written} is written; penstock data {written} shows the rows")
         typer.echo(f"start with: penstock train {written}")
 

@@ -17,6 +17,7 @@ from typing import Any
 import typer
 
 from penstock.client.views.output import KEPT, behind
+from penstock.client.views.progress import Working
 from penstock.config.schema import Config
 from penstock.daemons.node.preparing.emulated import write_model
 from penstock.daemons.node.preparing.hub import TOKENIZER, fetched_config
@@ -89,7 +90,13 @@ def show_text(config: Config, rows: RowRange | None) -> None:
         sources.extend(fields["sources"])
         typer.echo("\n".join(_summary_lines(fields, config, in_colour=in_colour)), out)
 
-    read_rows(config, rows or RowRange(end=_SHOWN_ROWS), show, "--text")
+    with Working("preparing the data", sys.stderr, _say) as progress:
+
+        def take(line: str) -> None:
+            progress.close()  # the rows go to the same terminal
+            show(line)
+
+        read_rows(config, rows or RowRange(end=_SHOWN_ROWS), take, "--text", progress=progress)
 
 
 def _say(line: str) -> None:

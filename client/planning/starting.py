@@ -22,6 +22,7 @@ import yaml
 from penstock.client.planning.data_rows import RowRange, read_rows
 from penstock.client.planning.described import Description, gpu_here
 from penstock.client.planning.estimate import Estimate, estimate
+from penstock.client.views.progress import Working
 from penstock.config.evaluation import EVAL
 from penstock.config.hub_names import from_hub, hub_name
 from penstock.config.schema import parse_config
@@ -117,9 +118,7 @@ class Start:
         return re.sub(r"[^A-Za-z0-9._-]+", "-", stem)[:64].strip("-") or "run"
 
 
-def write_start(
-    start: Start, progress: Callable[[str], None], starter: Starter | None = None
-) -> Path:
+def write_start(start: Start, progress: Working, starter: Starter | None = None) -> Path:
     """Writes the configuration to a new file, and returns the file. ``starter`` starts the
     processes that need torch.
 
@@ -146,7 +145,7 @@ class _Draft:
         self.comments[key] = comment
 
 
-def _text(start: Start, progress: Callable[[str], None], starter: Starter | None) -> str:
+def _text(start: Start, progress: Working, starter: Starter | None) -> str:
     hub = HubFiles(progress=progress)
     fetched = hub.local("--model", start.model, TOKENIZER)
     folder = start.model if fetched is None else fetched.path
@@ -170,7 +169,7 @@ def _text(start: Start, progress: Callable[[str], None], starter: Starter | None
     summary = _measured(draft, start, limit, progress, starter)
     if start.held_out is not None:
         _put_evaluation(draft, start.held_out, summary)
-    progress("estimating memory")
+    progress.doing("estimating memory")
     costs = _costs(folder, draft)
     draft.values["model"]["path"] = str(start.model)
     draft.values["data"]["path"] = start.data
@@ -184,7 +183,7 @@ def _measured(
     draft: _Draft,
     start: Start,
     limit: int | None,
-    progress: Callable[[str], None],
+    progress: Working,
     starter: Starter | None,
 ) -> Mapping[str, Any]:
     """Sets length, passes and batch by the first records; returns their summary. ``whole`` in the
@@ -203,19 +202,19 @@ def _measured(
         sample = folder / "sample.jsonl"
         answers: list[str] = []
         words = (path, str(sample), str(SAMPLE_BYTES))
-        progress(f"reading the first records of {path}")
+        progress.doing(f"reading the first records of {path}")
         run_tool("penstock.models.data.reading.sample", *words, progress=answers.append)
         answer = json.loads(answers[-1])
         whole = bool(answer["whole"])
         _put_objective(draft, start.objective, pairs=bool(answer["pairs"]))
         place = path if whole else str(sample)
-        progress("preparing them as training does")
+        progress.doing("preparing them as training does")
         source = _Prepared(place=place, progress=progress, starter=starter)
         summary, limit = _first_summary(draft, source, limit)
         length = _length(draft)
         _put_length(draft, {**summary, "whole": whole}, limit)
         if _length(draft) != length:
-            progress(f"preparing them again, in rows of {_length(draft)} tokens")
+            progress.doing(f"preparing them again, in rows of {_length(draft)} tokens")
             summary = _summary(draft, source)
     _put_steps(draft, {**summary, "whole": whole})
     return {**summary, "whole": whole}

@@ -105,6 +105,11 @@ class Plain:
         self._message = ""
         self._view: RunView | None = None
 
+    @property
+    def stream(self) -> IO[str]:
+        """The stream of the lines."""
+        return self._stream
+
     def say(self, message: str) -> None:
         """Writes one line."""
         self._stream.write(f"{printable(message, KEPT)}\n")

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from typing import IO
 
 from rich.text import Text
 
@@ -73,6 +74,11 @@ class Screen:
         self._plain: Plain | None = None
 
     # ---- display ----
+
+    @property
+    def stream(self) -> IO[str]:
+        """The stream of lines before the first view."""
+        return self._console.file
 
     def say(self, message: str) -> None:
         """Shows a line as an event on the screen; without the screen, prints the line."""
