@@ -93,7 +93,7 @@ def watch(
     code = 0
     with errors_explained():
         from penstock.client.views.control import connect
-        from penstock.client.views.ended import EndedRun, await_start, summary_of
+        from penstock.client.views.ended import EndedRun, await_start
         from penstock.client.views.screen.following import facts_for
         from penstock.client.views.screen.following import watch as follow
         from penstock.client.views.screen.screen import choose_display
@@ -111,8 +111,6 @@ def watch(
                 facts_for(run_dir), lambda: connect(run_dir, endpoint, keys, Role.CONTROL)
             )
             code = follow(client, display, run_dir)
-        for line in summary_of(run_dir):
-            typer.echo(line)
     raise typer.Exit(code)
 
 

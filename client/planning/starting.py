@@ -416,7 +416,7 @@ def _put_rate(draft: _Draft, costs: Estimate | None) -> None:
     if _trains_on_pairs(draft):
         rate, of = 1.0e-6, "pairs of answers"
     if "adapter" in draft.values:
-        rate, of = 10 * rate, "adapters"
+        rate, of = float(f"{10 * rate:.1e}"), "adapters"
     draft.put("optimizer.lr", rate, f"usual for {of}; half or double if the loss says so")
     draft.put("optimizer.schedule", "cosine", "the rate falls along a cosine")
     draft.put("optimizer.warmup_steps", 0.03, "share of the steps in which the rate rises")

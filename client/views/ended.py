@@ -61,18 +61,18 @@ def await_start(run_dir: Path | None, say: Callable[[str], None]) -> None:
 
 
 def summary_of(run_dir: Path | None) -> list[str]:
-    """Returns the lines about the end of a watched run; none of an active run, or of a run on
-    another machine.
+    """Returns the lines about the end of a watched run, once its processes have ended; none of a
+    run on another machine.
     """
     deadline_s = time.monotonic() + _END_WAIT_S
-    while True:
+    while run_dir is not None and (run_dir / "run.json").is_file():
         ended = EndedRun.find(run_dir)
         if ended is not None:
             return ended.to_lines()
-        endpoint = run_dir is not None and (run_dir / "endpoint.json").exists()
-        if run_dir is None or endpoint or time.monotonic() >= deadline_s:
-            return []
+        if time.monotonic() >= deadline_s:
+            break
         time.sleep(_POLL_S)
+    return []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

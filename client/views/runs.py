@@ -162,7 +162,7 @@ def _words_of(run: ListedRun) -> list[str]:
     since = time.strftime("%F %R", time.localtime(run.since_s)) if run.since_s else ""
     steps = "" if run.steps is None else f"/{run.steps}"
     step = "" if run.step is None else f"{run.step}{steps}"
-    memory = human_bytes(run.memory_bytes)
+    memory = human_bytes(run.memory_bytes) if run.memory_bytes else ""
     words = (run.name, run.run_id, run.user, run.node, run.state, step, since, memory, run.cpus)
     return [printable(word) for word in (*words, run.directory)]
 

@@ -110,7 +110,7 @@ def load_model(place: ModelPlace, scratch: Path) -> Any:
         model = _of_state(place.folder, place.state, scratch)
     num_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     device = first_with_room(_ROOM * num_bytes)
-    note(f"the model has {num_bytes / 2**20:,.0f} MiB of weights, and computes on {device}")
+    note(f"the model has {num_bytes / 2**20:,.2f} MiB of weights, and computes on {device}")
     return model.to(device).eval()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from penstock.client.views.display import Display
+from penstock.client.views.ended import summary_of
 from penstock.client.views.run_view import (
     ABSENCE_S,
     ENDED_PHASES,
@@ -52,7 +53,7 @@ def facts_for(run_dir: Path | None) -> Facts:
 
 
 def watch(client: ControlClient, display: Display, run_dir: Path | None) -> int:
-    """Shows the status until the run ends.
+    """Shows the status until the run ends, then the figures of the run.
 
     Returns 0 for a finished run, or if the user leaves. Returns 5 for a run stopped before its last
     step, and 4 for a failed run. With ``run_dir``, the endpoint file distinguishes the end of a run
@@ -61,6 +62,14 @@ def watch(client: ControlClient, display: Display, run_dir: Path | None) -> int:
     Raises:
         LostMemberError: the scheduler gave no answer for :data:`WATCH_PATIENCE_S`.
     """
+    code, has_ended = _followed(client, display, run_dir)
+    for line in summary_of(run_dir) if has_ended else ():
+        display.say(line)
+    return code
+
+
+def _followed(client: ControlClient, display: Display, run_dir: Path | None) -> tuple[int, bool]:
+    """Returns the exit code of :func:`watch`, and whether the run has ended."""
     follower = _Follower(client, run_dir, past=display.wants_past)
     try:
         with _terminations_raised():
@@ -68,12 +77,12 @@ def watch(client: ControlClient, display: Display, run_dir: Path | None) -> int:
                 view = follower.look()
                 if view is None:
                     display.say("the run has ended")
-                    return _end_code(follower.status, run_dir)
+                    return _end_code(follower.status, run_dir), True
                 display.show(view)
                 if follower.status.phase in ("done", "failed"):
-                    return _end_code(follower.status, run_dir)
+                    return _end_code(follower.status, run_dir), True
                 if display.wait(WATCH_INTERVAL_S):
-                    return int(ExitCode.DONE)
+                    return int(ExitCode.DONE), False
     finally:
         display.close()
 

@@ -492,8 +492,10 @@ def _changes(
     saved = max((step for step, _ in saved_steps(run_dir / "state")), default=0)
     if check_nodes(directory, names, saved):
         progress("memory of nodes that cluster.nodes no longer names was saved; it is removed")
+    follows = {"train.steps"} if "train.epochs" in {change.key for change in changes} else set()
     for change in changes:
-        progress(f"changed: {change}")
+        if change.key not in follows:  # its number follows from the passes, which have a line
+            progress(f"changed: {change}")
     return changes
 
 
