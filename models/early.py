@@ -105,7 +105,7 @@ def _check_data(config: Config) -> None:
 
 
 def _check_first(config: Config, origin: Origin, *, rows: bool) -> None:
-    """Refuses a source whose first record has other columns than training reads."""
+    """Refuses a source if its first record has other columns than training reads."""
     record = next((record for _, record in origin.records()), None)
     if record is None or not record.where or config.data.bad_records != "refuse":
         return

@@ -22,6 +22,15 @@ from penstock.host.errors import ConfigError
 from penstock.host.stopping import interrupted_by_stop_signals
 
 
+NewConfigOption = Annotated[
+    Path, typer.Option("--config", metavar="FILE", help="Configuration of the new run.")
+]
+NewRunArgument = Annotated[
+    Path | None,
+    typer.Argument(metavar="RUN", help="Directory of the new run.", show_default=False),
+]
+
+
 def import_(
     source: Annotated[
         Path,
@@ -30,13 +39,8 @@ def import_(
             help="Checkpoint of torch DCP, torchtitan, DeepSpeed or transformers' Trainer.",
         ),
     ],
-    config: Annotated[
-        Path, typer.Option("--config", metavar="FILE", help="Configuration of the new run.")
-    ],
-    run: Annotated[
-        Path | None,
-        typer.Argument(metavar="RUN", help="Directory of the new run.", show_default=False),
-    ] = None,
+    config: NewConfigOption,
+    run: NewRunArgument = None,
     run_dir: RunDirOption = None,
     samples_seen: Annotated[
         int | None,

@@ -44,7 +44,8 @@ TrainedRunArgument = Annotated[
     ),
 ]
 ExaminedRunOption = Annotated[
-    Path | None, typer.Option("--run-dir", metavar="DIR", help="Run to examine, beside CONFIG.")
+    Path | None,
+    typer.Option("--run-dir", metavar="DIR", help="Run to examine; goes with CONFIG, too."),
 ]
 RowsOption = Annotated[
     str | None,
@@ -57,51 +58,55 @@ RowsOption = Annotated[
 ]
 
 
+ModelOption = Annotated[
+    Path | None,
+    typer.Option("--model", metavar="FOLDER", help="Model folder as the Hub has it, to fine-tune."),
+]
+DataOption = Annotated[
+    str | None,
+    typer.Option("--data", metavar="FILE", help="With --model: file, folder or glob of the data."),
+]
+ExampleOption = Annotated[
+    str | None,
+    typer.Option(
+        "--example",
+        metavar="NAME",
+        help="Name of the example: tiny, chat, pretrain, emulated or two-machines. Default: tiny.",
+        show_default=False,
+    ),
+]
+LoraOption = Annotated[
+    bool, typer.Option("--lora", help="With --model: trains adapters (LoRA) alone.")
+]
+ObjectiveOption = Annotated[
+    str | None,
+    typer.Option(
+        "--objective",
+        metavar="NAME",
+        help="next-token or dpo. Default: dpo for records with chosen and rejected.",
+        show_default=False,
+    ),
+]
+EvalOption = Annotated[
+    str | None,
+    typer.Option("--eval", metavar="FILE", help="Held-out data to evaluate on, in training."),
+]
+OutputOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", metavar="FILE", help="File to write. Default: NAME.yaml in the current folder."
+    ),
+]
+
+
 def init(
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            "--model", metavar="FOLDER", help="Model folder as the Hub has it, to fine-tune."
-        ),
-    ] = None,
-    data_path: Annotated[
-        str | None,
-        typer.Option(
-            "--data", metavar="FILE", help="With --model: file, folder or glob of the data."
-        ),
-    ] = None,
-    example: Annotated[
-        str | None,
-        typer.Option(
-            "--example",
-            metavar="NAME",
-            help="Name of the example: tiny, chat, pretrain, emulated or two-machines. Default:"
-            " tiny.",
-            show_default=False,
-        ),
-    ] = None,
-    lora: Annotated[
-        bool, typer.Option("--lora", help="With --model: trains adapters (LoRA) alone.")
-    ] = False,
-    objective: Annotated[
-        str | None,
-        typer.Option(
-            "--objective",
-            metavar="NAME",
-            help="next-token or dpo. Default: dpo for records with chosen and rejected.",
-            show_default=False,
-        ),
-    ] = None,
-    held_out: Annotated[
-        str | None,
-        typer.Option("--eval", metavar="FILE", help="Held-out data to evaluate on, in training."),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", metavar="FILE", help="File to write. Default: NAME.yaml in the current folder."
-        ),
-    ] = None,
+    model: ModelOption = None,
+    data_path: DataOption = None,
+    example: ExampleOption = None,
+    lora: LoraOption = False,
+    objective: ObjectiveOption = None,
+    held_out: EvalOption = None,
+    output: OutputOption = None,
 ) -> None:
     """Writes a configuration for a model and data, or an example.
 

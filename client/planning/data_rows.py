@@ -112,7 +112,7 @@ def read_rows(
     starter: Starter | None = None,
 ) -> None:
     """Prepares the data, and gives ``take`` each line about them. ``progress`` gets the messages of
-    the preparation. ``starter`` starts the processes; None starts them anew.
+    the preparation. ``starter`` starts the processes; None spawns them.
 
     Raises:
         PenstockError: the data cannot be prepared.

@@ -41,7 +41,7 @@ class Working:
         say: Say,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``stream`` shows the work; None shows nothing of it. ``say`` writes lines that stay."""
+        """Begins the work. ``stream`` shows it, or nothing does; ``say`` writes lines that stay."""
         self._stream = None if stream is None else behind(stream)
         self._say, self._clock = say, clock
         self._in_place = self._stream is not None and self._stream.isatty()

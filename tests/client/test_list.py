@@ -166,10 +166,10 @@ def test_a_run_is_listed_while_it_is_prepared(tmp_path: Path) -> None:
         process = subprocess.Popen(shell, stdin=subprocess.PIPE, pass_fds=[lock.fileno()])
         while not Path(f"/proc/{process.pid}/cmdline").read_bytes():
             time.sleep(0.001)
-        found = listed()[run.run_id]
+        entry = listed()[run.run_id]
         process.communicate()
-    assert (found["name"], found["state"], found["steps"]) == ("test", "is starting", 100)
-    assert found["processes"] == {"train": process.pid}
+    assert (entry["name"], entry["state"], entry["steps"]) == ("test", "is starting", 100)
+    assert entry["processes"] == {"train": process.pid}
 
 
 def test_runs_of_this_user_come_first(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ class Terminal(io.StringIO):
 def test_a_terminal_has_one_line_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "24")
     now = [0.0]
-    stream, said = Terminal(), []
-    work = Working("reading", stream, lambda line: said.append(line), clock=lambda: now[0])
+    stream, lines = Terminal(), []
+    work = Working("reading", stream, lambda line: lines.append(line), clock=lambda: now[0])
     now[0] = 0.5
     work.draw()
     assert stream.getvalue() == ""
@@ -33,7 +33,7 @@ def test_a_terminal_has_one_line_in_place(monkeypatch: pytest.MonkeyPatch) -> No
     work.close()
     work.draw()
     erase = "\r\x1b[2K"
-    assert said == ["a line"]
+    assert lines == ["a line"]
     assert stream.getvalue() == (
         f"{erase}reading 0:12{erase}{erase}reading 0:12{erase}preparing many records {erase}"
     )
