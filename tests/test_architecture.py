@@ -70,7 +70,7 @@ FLOORS = {
         kernels forward_storage
         runtime
         apart
-        prepare
+        prepare early
         profiling inference exchange hub""",
     "daemons": """kit preload
         memory fetch monitor

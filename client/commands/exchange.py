@@ -21,7 +21,6 @@ from penstock.client.cli import (
 from penstock.host.errors import ConfigError
 from penstock.host.stopping import interrupted_by_stop_signals
 
-
 NewConfigOption = Annotated[
     Path, typer.Option("--config", metavar="FILE", help="Configuration of the new run.")
 ]

@@ -38,7 +38,7 @@ def test_a_run_of_an_epoch_ends_after_its_rows_and_goes_on_to_the_second(runner:
     code, output = runner.call("train", str(path), "--set", "train.epochs=2")
     second = math.ceil(2 * ROWS / BATCH)
     assert code == 0, output
-    assert "changed: train.epochs: " in output and "changed: train.steps: " not in output
+    assert "changed: train.steps: " not in output
     assert "changed: train.epochs: 1.0 -> 2.0" in output
     assert [line["step"] for line in H.metrics(run_dir)] == list(range(1, second + 1))
     assert H.metrics(run_dir)[-1]["data_epoch"] == second * BATCH / ROWS
