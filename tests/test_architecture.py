@@ -93,7 +93,7 @@ FLOORS = {
         dashboards.frame
         dashboards.tables""",
     "client": """convert views.output
-        cli launch importing views.run_view views.console weights.folder
+        cli launch importing views.progress views.run_view views.console weights.folder
         planning views.display placement capacity states
         views
         views.trace views.screen

@@ -30,6 +30,12 @@ NewRunArgument = Annotated[
 ]
 
 
+VerifyOption = Annotated[
+    bool, typer.Option("--verify", help="Reads the files back, and compares every number.")
+]
+_NO_RUN = "RUN: missing; name the directory of the new run, such as runs/mine"
+
+
 def import_(
     source: Annotated[
         Path,
@@ -55,9 +61,7 @@ def import_(
         bool,
         typer.Option("--weights-only", help="Takes the weights alone: zero moments, step 0."),
     ] = False,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Reads the files back, and compares every number.")
-    ] = False,
+    verify: VerifyOption = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Reports every tensor, and writes nothing.")
     ] = False,
@@ -78,7 +82,7 @@ def import_(
 
         directory = one_run(run, run_dir)
         if directory is None:
-            raise ConfigError("RUN: missing; name the directory of the new run, such as runs/mine")
+            raise ConfigError(_NO_RUN)
 
         request = imports.Import(
             source=source, samples_seen=samples_seen, weights_only=weights_only, verify=verify

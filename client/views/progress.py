@@ -13,7 +13,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import IO, Protocol, runtime_checkable
 
-from penstock.client.views.display import Display, duration
 from penstock.client.views.output import behind
 from penstock.host.trust import printable
 
@@ -88,12 +87,12 @@ class Working:
                 return
             if self._in_place and (lasts_s >= FIRST_S or self._is_drawn):
                 columns = shutil.get_terminal_size((_COLUMNS, 24)).columns
-                text = f"{printable(self._doing)} {duration(lasts_s)}"
+                text = f"{printable(self._doing)} {_duration(lasts_s)}"
                 self._stream.write(f"{_ERASE}{text[: columns - 1]}")
                 self._stream.flush()
                 self._is_drawn = True
             elif not self._in_place and now_s - self._said_s >= PLAIN_S:
-                self(f"{self._doing}: {duration(lasts_s)} so far")
+                self(f"{self._doing}: {_duration(lasts_s)} so far")
 
     def close(self) -> None:
         """Removes the line, and shows no other one."""
@@ -123,7 +122,19 @@ class Streaming(Protocol):
         """The stream."""
 
 
-def working(doing: str, display: Display) -> Working:
+class Saying(Protocol):
+    """A display that shows permanent lines."""
+
+    def say(self, message: str) -> None:
+        """Shows one permanent line."""
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}"
+
+
+def working(doing: str, display: Saying) -> Working:
     """Returns the progress of work in front of a display. A display without a stream shows only the
     lines that stay.
     """
