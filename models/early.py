@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.schema import Config
-from penstock.config.values import DPO, RECORD_OBJECTIVES, WEIGHTED
+from penstock.config.values import RECORD_OBJECTIVES, WEIGHTED
 from penstock.host.files import DAMAGED, parse_json
 from penstock.models.adapters.files import check_adapter_folder
 from penstock.models.checkpoints.causes import check_folder
@@ -112,7 +112,7 @@ def _check_first(config: Config, origin: Origin, *, rows: bool) -> None:
     if not rows:
         text_of(record)
         return
-    read = pair_of if config.data.objective == DPO else request_of
+    read = pair_of if config.trains_on_pairs else request_of
     also = (WEIGHT, WEIGHTS) if config.data.objective == WEIGHTED else ()
     read(record.place, record.fields, origin.form, also)
 
