@@ -13,8 +13,12 @@ from typing import Any
 
 from penstock.config.execution import NodeConfig
 from penstock.config.schema import Config
-from penstock.daemons.node.preparing.capacity import MemoryDemand, check_capacity, render_demands
-from penstock.daemons.node.preparing.planned_run import (
+from penstock.daemons.node.preparing.fitting.capacity import (
+    MemoryDemand,
+    check_capacity,
+    render_demands,
+)
+from penstock.daemons.node.preparing.fitting.planned_run import (
     HostMachine,
     RunRequest,
     plan_anyway,

@@ -16,9 +16,9 @@ from penstock.client.planning.described import Description
 from penstock.config.schema import Config
 from penstock.config.values import human_bytes
 from penstock.daemons.memory.snapshot import base_bytes, saved_bytes
-from penstock.daemons.node.preparing.capacity import HOST, SHM, missing, shortage
-from penstock.daemons.node.preparing.planned_run import PlannedRun, RunRequest, plan_anyway
-from penstock.daemons.node.preparing.reliefs import Relief, reliefs
+from penstock.daemons.node.preparing.fitting.capacity import HOST, SHM, missing, shortage
+from penstock.daemons.node.preparing.fitting.planned_run import PlannedRun, RunRequest, plan_anyway
+from penstock.daemons.node.preparing.fitting.reliefs import Relief, reliefs
 from penstock.daemons.node.preparing.tables import table_of
 from penstock.planner.memory.table import MemoryKind
 from penstock.planner.planning.plan_search import Progress

@@ -12,8 +12,8 @@ from penstock.client.planning.outputs import blocks_text, heading, rates_of, sta
 from penstock.config.execution import DeviceUpdates
 from penstock.config.schema import Config
 from penstock.config.values import human_bytes
-from penstock.daemons.node.preparing.capacity import render_demands
-from penstock.daemons.node.preparing.planned_run import (
+from penstock.daemons.node.preparing.fitting.capacity import render_demands
+from penstock.daemons.node.preparing.fitting.planned_run import (
     HostMachine,
     PlannedRun,
     RunRequest,

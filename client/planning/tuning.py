@@ -25,16 +25,16 @@ from penstock.config.reading import MAX_BYTES, read_mapping
 from penstock.config.schema import Config, parse_config
 from penstock.config.values import AUTO, CHOSEN_LATER, human_bytes
 from penstock.config.words import apply_overrides
-from penstock.daemons.node.preparing.capacity import missing, shortage
-from penstock.daemons.node.preparing.places import FILES, PLACES, with_absolute_paths
-from penstock.daemons.node.preparing.planned_run import (
+from penstock.daemons.node.preparing.fitting.capacity import missing, shortage
+from penstock.daemons.node.preparing.fitting.planned_run import (
     HostMachine,
     PlannedRun,
     RunRequest,
     plan_anyway,
     plan_run,
 )
-from penstock.daemons.node.preparing.reliefs import reliefs
+from penstock.daemons.node.preparing.fitting.reliefs import reliefs
+from penstock.daemons.node.preparing.places import FILES, PLACES, with_absolute_paths
 from penstock.daemons.node.preparing.tables import table_of
 from penstock.host.errors import CapacityError, ConfigError
 from penstock.host.inputs import read_text

@@ -143,7 +143,7 @@ def _check_room(directory: RunDirectory, node: str) -> None:
     """Refuses to start where CPUs or memory would starve the node. (The planner takes a second to
     load.)
     """
-    from penstock.daemons.node.preparing.planned_run import check_room
+    from penstock.daemons.node.preparing.fitting.planned_run import check_room
 
     check_room(directory, node_index(directory.config, node))
 

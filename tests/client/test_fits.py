@@ -21,8 +21,9 @@ from penstock.client.planning.tuning import TuneOptions, tune_model
 from penstock.client.views.console import Console
 from penstock.config.schema import Config, load_config, parse_config
 from penstock.config.words import apply_overrides
-from penstock.daemons.node.preparing import planned_run, prepare, reliefs, tables
-from penstock.daemons.node.preparing.planned_run import RunRequest, plan_anyway
+from penstock.daemons.node.preparing import prepare, tables
+from penstock.daemons.node.preparing.fitting import planned_run, reliefs
+from penstock.daemons.node.preparing.fitting.planned_run import RunRequest, plan_anyway
 from penstock.host.errors import CapacityError, ConfigError
 from penstock.planner.cost.catalogue import GPUS, MODELS
 from penstock.shm.table import BlockTable

@@ -28,7 +28,7 @@ from penstock.daemons.memory.pinning import PinnedVersion
 from penstock.daemons.memory.refill import Partner
 from penstock.daemons.memory.restore import Filling, restore
 from penstock.daemons.memory.segments import acquire, reclaim
-from penstock.daemons.node.preparing.capacity import MachineMemory, memory_demands
+from penstock.daemons.node.preparing.fitting.capacity import MachineMemory, memory_demands
 from penstock.host.errors import CapacityError, StateError
 from penstock.host.limits.cgroup import MemoryLimit
 from penstock.planner.memory.table import MemoryKind, MemoryRow

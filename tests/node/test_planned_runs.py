@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from penstock.config.schema import parse_config
-from penstock.daemons.node.preparing.capacity import MachineMemory
-from penstock.daemons.node.preparing.planned_run import HostMachine, RunRequest, plan_run
+from penstock.daemons.node.preparing.fitting.capacity import MachineMemory
+from penstock.daemons.node.preparing.fitting.planned_run import HostMachine, RunRequest, plan_run
 from penstock.host.errors import CapacityError, ConfigError
 from penstock.planner.cost.profile import GPU_GUESS
 from tests.planner.conftest import make_table

@@ -20,13 +20,13 @@ from penstock.config.training import OptimizerConfig
 from penstock.config.values import human_bytes
 from penstock.config.words import apply_overrides
 from penstock.daemons.node.preparing import tool
-from penstock.daemons.node.preparing.capacity import (
+from penstock.daemons.node.preparing.changes import check_resume, find_changes
+from penstock.daemons.node.preparing.fitting.capacity import (
     MachineMemory,
     check_capacity,
     heaviest_machine,
     memory_demands,
 )
-from penstock.daemons.node.preparing.changes import check_resume, find_changes
 from penstock.daemons.node.preparing.prepare import prepare_run, warn_if_open
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.daemons.node.run_lock import RunLock, prepare_lock_path

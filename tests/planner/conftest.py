@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.config.schema import Config, parse_config
-from penstock.daemons.node.preparing.capacity import MachineMemory
-from penstock.daemons.node.preparing.planned_run import (
+from penstock.daemons.node.preparing.fitting.capacity import MachineMemory
+from penstock.daemons.node.preparing.fitting.planned_run import (
     HostMachine,
     PlannedRun,
     RunRequest,

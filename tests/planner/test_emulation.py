@@ -11,7 +11,7 @@ import pytest
 
 from bench.papers.obscura.testbed import SEQUENCE_LENGTH, PaperCase
 from penstock.config.schema import Config, parse_config
-from penstock.daemons.node.preparing.capacity import check_capacity
+from penstock.daemons.node.preparing.fitting.capacity import check_capacity
 from penstock.daemons.node.preparing.tables import table_of
 from penstock.host.errors import CapacityError, ConfigError
 from penstock.planner.cost.cluster import ADVANCE, OptimizerStart, SweepBytes

@@ -30,7 +30,7 @@ from penstock.daemons.node.preparing.changes import (
     read_constraints,
     write_constraints,
 )
-from penstock.daemons.node.preparing.emulated import write_model
+from penstock.daemons.node.preparing.fitting.emulated import write_model
 from penstock.daemons.node.preparing.hub import (
     HubFiles,
     with_hub_files,
@@ -53,7 +53,7 @@ from penstock.daemons.node.preparing.places import (
     with_absolute_paths,
     with_places,
 )
-from penstock.daemons.node.preparing.planned_run import (
+from penstock.daemons.node.preparing.fitting.planned_run import (
     HostMachine,
     RunRequest,
     plan_anyway,
@@ -61,7 +61,7 @@ from penstock.daemons.node.preparing.planned_run import (
 )
 from penstock.daemons.node.preparing.positions import position_warning
 from penstock.daemons.node.preparing.refusals import unchanged_if_refused
-from penstock.daemons.node.preparing.reliefs import check_fits
+from penstock.daemons.node.preparing.fitting.reliefs import check_fits
 from penstock.daemons.node.preparing.software import Software, check_software
 from penstock.daemons.node.preparing.tool import Progress, run_models_prepare
 from penstock.daemons.node.run_lock import (

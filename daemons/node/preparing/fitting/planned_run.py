@@ -20,14 +20,14 @@ from penstock.config.adapter import RANK_TENSORS
 from penstock.config.execution import ScheduleConfig
 from penstock.config.schema import Config
 from penstock.config.values import AUTO, CHOSEN_LATER, PAIR
-from penstock.daemons.node.preparing.capacity import (
+from penstock.daemons.node.preparing.fitting.capacity import (
     MachineMemory,
     MemoryDemand,
     check_capacity,
     heaviest_machine,
     memory_demands,
 )
-from penstock.daemons.node.preparing.emulated import emulated_demands, emulated_rows
+from penstock.daemons.node.preparing.fitting.emulated import emulated_demands, emulated_rows
 from penstock.daemons.node.preparing.gpus import USABLE, guess_here
 from penstock.host.errors import CapacityError, ConfigError
 from penstock.host.limits.cgroup import cpu_limit

@@ -15,8 +15,8 @@ from penstock.config.adapter import AdapterConfig
 from penstock.config.schema import Config, parse_config
 from penstock.config.values import human_bytes
 from penstock.config.words import apply_overrides
-from penstock.daemons.node.preparing.capacity import MemoryDemand, check_capacity
-from penstock.daemons.node.preparing.planned_run import PlannedRun, plan_anyway
+from penstock.daemons.node.preparing.fitting.capacity import MemoryDemand, check_capacity
+from penstock.daemons.node.preparing.fitting.planned_run import PlannedRun, plan_anyway
 from penstock.daemons.node.preparing.tables import table_of
 from penstock.host.errors import PenstockError
 
