@@ -70,7 +70,7 @@ FLOORS = {
         kernels forward_storage
         runtime
         apart
-        prepare early
+        prepare
         profiling inference exchange hub""",
     "daemons": """kit preload
         memory fetch monitor

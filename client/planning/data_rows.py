@@ -18,11 +18,11 @@ import typer
 
 from penstock.client.views.output import KEPT, behind
 from penstock.client.views.progress import Working
+from penstock.config.positions import position_warning
 from penstock.config.schema import Config
 from penstock.daemons.node.preparing.fitting.emulated import write_model
 from penstock.daemons.node.preparing.hub import TOKENIZER, fetched_config
 from penstock.daemons.node.preparing.places import with_absolute_paths
-from penstock.daemons.node.preparing.positions import position_warning
 from penstock.daemons.node.preparing.prepare import check_early
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.daemons.preload.starting import Starter

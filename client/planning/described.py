@@ -18,13 +18,13 @@ from penstock.client.convert.aliases import TRAINERS
 from penstock.client.planning.shapes import hugging_face_config
 from penstock.config.execution import NodeConfig, ScheduleConfig
 from penstock.config.hub_names import from_hub
+from penstock.config.positions import positions_of
 from penstock.config.schema import Config, parse_config
 from penstock.config.words import apply_overrides
 from penstock.daemons.node.preparing.fitting.planned_run import HostMachine
 from penstock.daemons.node.preparing.gpus import LIBRARY, FoundGpu, found_gpus, guess_here
 from penstock.daemons.node.preparing.hub import CONFIG as CONFIG_ONLY
 from penstock.daemons.node.preparing.hub import local_folder
-from penstock.daemons.node.preparing.positions import positions_of
 from penstock.host.errors import ConfigError
 from penstock.host.files import DAMAGED, parse_json
 from penstock.host.limits.scratch import scratch_folder

@@ -25,11 +25,11 @@ from penstock.client.planning.estimate import Estimate, estimate
 from penstock.client.views.progress import Working
 from penstock.config.evaluation import EVAL
 from penstock.config.hub_names import from_hub, hub_name
+from penstock.config.positions import positions_of
 from penstock.config.schema import parse_config
 from penstock.config.values import DPO, NEXT_TOKEN, PAIR, human_bytes
 from penstock.daemons.node.preparing.gpus import FoundGpu
 from penstock.daemons.node.preparing.hub import DATA, TOKENIZER, HubFiles
-from penstock.daemons.node.preparing.positions import positions_of
 from penstock.daemons.node.preparing.tool import run_tool
 from penstock.daemons.preload.starting import Starter
 from penstock.host.errors import CapacityError, ConfigError, reason

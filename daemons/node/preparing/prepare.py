@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from penstock.config.positions import position_warning
 from penstock.config.reading import read_mapping
 from penstock.config.schema import Config, load_config
 from penstock.config.values import AUTO, BYTE, CHOSEN_LATER, SDPA
@@ -59,7 +60,6 @@ from penstock.daemons.node.preparing.fitting.planned_run import (
     plan_anyway,
     search_lines,
 )
-from penstock.daemons.node.preparing.positions import position_warning
 from penstock.daemons.node.preparing.refusals import unchanged_if_refused
 from penstock.daemons.node.preparing.fitting.reliefs import check_fits
 from penstock.daemons.node.preparing.software import Software, check_software
@@ -392,7 +392,7 @@ def check_early(config: Config, run_dir: Path) -> None:
     Raises:
         PenstockError: an input is bad, or the process failed.
     """
-    run_models_prepare(config, run_dir, module="penstock.models.early")
+    run_models_prepare(config, run_dir, module="penstock.models.checkpoints.early")
 
 
 def _previous(run_dir: Path, progress: Progress) -> Config | None:
