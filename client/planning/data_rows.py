@@ -18,7 +18,6 @@ import typer
 
 from penstock.client.views.output import KEPT, behind
 from penstock.client.views.progress import Working
-from penstock.config.positions import position_warning
 from penstock.config.schema import Config
 from penstock.daemons.node.preparing.fitting.emulated import write_model
 from penstock.daemons.node.preparing.hub import TOKENIZER, fetched_config
@@ -31,6 +30,7 @@ from penstock.host.files import write_atomically
 from penstock.host.limits.scratch import scratch_folder
 from penstock.host.trust import printable
 from penstock.planner.cost.emulation import Emulation
+from penstock.protocol.plan.positions import position_warning
 from penstock.protocol.run.data_size import CUTS, epochs
 from penstock.protocol.run.rundir import RunDirectory
 

@@ -18,7 +18,6 @@ from penstock.client.convert.aliases import TRAINERS
 from penstock.client.planning.shapes import hugging_face_config
 from penstock.config.execution import NodeConfig, ScheduleConfig
 from penstock.config.hub_names import from_hub
-from penstock.config.positions import positions_of
 from penstock.config.schema import Config, parse_config
 from penstock.config.words import apply_overrides
 from penstock.daemons.node.preparing.fitting.planned_run import HostMachine
@@ -30,6 +29,7 @@ from penstock.host.files import DAMAGED, parse_json
 from penstock.host.limits.scratch import scratch_folder
 from penstock.planner.cost.catalogue import MODELS, gpu_named, model_named
 from penstock.planner.planning.auto import searched_keys
+from penstock.protocol.plan.positions import positions_of
 from penstock.shm.table import DType
 
 CONFIG = "config.json"

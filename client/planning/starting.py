@@ -25,7 +25,6 @@ from penstock.client.planning.estimate import Estimate, estimate
 from penstock.client.views.progress import Working
 from penstock.config.evaluation import EVAL
 from penstock.config.hub_names import from_hub, hub_name
-from penstock.config.positions import positions_of
 from penstock.config.schema import parse_config
 from penstock.config.values import DPO, NEXT_TOKEN, PAIR, human_bytes
 from penstock.daemons.node.preparing.gpus import FoundGpu
@@ -35,6 +34,7 @@ from penstock.daemons.preload.starting import Starter
 from penstock.host.errors import CapacityError, ConfigError, reason
 from penstock.host.files import DAMAGED, parse_json, write_new
 from penstock.host.limits.scratch import scratch_folder
+from penstock.protocol.plan.positions import positions_of
 
 _MOST_LENGTH = 4096
 """Tokens of the longest row that is chosen; a longer row is the user's choice."""

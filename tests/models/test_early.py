@@ -16,7 +16,7 @@ from penstock.models.surgery.types import SUPPORTED
 BLOCKED = """
 import sys
 sys.modules["torch"] = None  # an import of torch would fail
-from penstock.models.checkpoints.early import main
+from penstock.models.inference.early import main
 sys.exit(main(sys.argv[1:]))
 """
 LLAMA = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4}

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from penstock.config.positions import position_warning, positions_of
 from penstock.config.schema import parse_config
+from penstock.protocol.plan.positions import position_warning, positions_of
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from penstock.config.positions import position_warning
 from penstock.config.reading import read_mapping
 from penstock.config.schema import Config, load_config
 from penstock.config.values import AUTO, BYTE, CHOSEN_LATER, SDPA
@@ -80,6 +79,7 @@ from penstock.host.logind_check import logout_risk
 from penstock.planner.cost.emulation import Emulation
 from penstock.protocol.plan.groups import check_groups
 from penstock.protocol.plan.plan import Plan
+from penstock.protocol.plan.positions import position_warning
 from penstock.protocol.run.bases.base_identity import present_bytes
 from penstock.protocol.run.checksums import ADAPTER, CONSTANTS, MADE, read_checked, recorded_values
 from penstock.protocol.run.data_size import mixed_lengths, with_known_steps
@@ -392,7 +392,7 @@ def check_early(config: Config, run_dir: Path) -> None:
     Raises:
         PenstockError: an input is bad, or the process failed.
     """
-    run_models_prepare(config, run_dir, module="penstock.models.checkpoints.early")
+    run_models_prepare(config, run_dir, module="penstock.models.inference.early")
 
 
 def _previous(run_dir: Path, progress: Progress) -> Config | None:

@@ -1,4 +1,6 @@
-"""``python -m penstock.models.checkpoints.early RUN_DIR``: checks that need no torch, before torch is imported.
+"""``python -m penstock.models.inference.early RUN_DIR``: checks that need no torch.
+
+The checks run while torch is imported elsewhere.
 
 The checks are about paths, the type of the model, the chat template, and the columns of the first
 record of each source. They refuse with the words of :mod:`penstock.models.prepare`, which checks
@@ -119,7 +121,7 @@ def _check_first(config: Config, origin: Origin, *, rows: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Checks the inputs of a run; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="penstock.models.checkpoints.early", description=__doc__)
+    parser = argparse.ArgumentParser(prog="penstock.models.inference.early", description=__doc__)
     parser.add_argument("run_dir", type=Path, help="directory with resolved.yaml")
     parser.add_argument("--parent-pid", type=int, help="die when this process dies")
     options = parser.parse_args(arguments)
