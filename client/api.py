@@ -273,7 +273,7 @@ def estimate(
     shm: str | None = None,
 ) -> Estimate:
     """Returns memory (bytes), disk (bytes) and the time of a step (seconds) of a model's training,
-    as ``penstock estimate`` does, whether the machine has them or not.
+    as ``penstock estimate`` does.
 
     ``model``: a folder with ``config.json``, which needs no weights, or a name of the catalogue.
     ``overrides``: keys as for :func:`train`. ``sequence_length`` is in tokens, ``global_batch`` in

@@ -31,6 +31,13 @@ from penstock.daemons.node.preparing.changes import (
     write_constraints,
 )
 from penstock.daemons.node.preparing.fitting.emulated import write_model
+from penstock.daemons.node.preparing.fitting.planned_run import (
+    HostMachine,
+    RunRequest,
+    plan_anyway,
+    search_lines,
+)
+from penstock.daemons.node.preparing.fitting.reliefs import check_fits
 from penstock.daemons.node.preparing.hub import (
     HubFiles,
     with_hub_files,
@@ -53,14 +60,7 @@ from penstock.daemons.node.preparing.places import (
     with_absolute_paths,
     with_places,
 )
-from penstock.daemons.node.preparing.fitting.planned_run import (
-    HostMachine,
-    RunRequest,
-    plan_anyway,
-    search_lines,
-)
 from penstock.daemons.node.preparing.refusals import unchanged_if_refused
-from penstock.daemons.node.preparing.fitting.reliefs import check_fits
 from penstock.daemons.node.preparing.software import Software, check_software
 from penstock.daemons.node.preparing.tool import Progress, run_models_prepare
 from penstock.daemons.node.run_lock import (

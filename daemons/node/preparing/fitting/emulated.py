@@ -13,7 +13,11 @@ from math import isinf
 from pathlib import Path
 
 from penstock.config.schema import Config
-from penstock.daemons.node.preparing.fitting.capacity import MachineMemory, MemoryDemand, memory_demands
+from penstock.daemons.node.preparing.fitting.capacity import (
+    MachineMemory,
+    MemoryDemand,
+    memory_demands,
+)
 from penstock.host.files import write_atomically
 from penstock.planner.cost.emulation import Emulation
 from penstock.planner.memory.table import MemoryKind, MemoryRow, device_rows, node_rows
