@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -107,7 +108,7 @@ def inspect(
     with exchange_errors_explained(as_json), interrupted_by_stop_signals():
         from penstock.client.exchange import inspection
 
-        fields = inspection.inspect(path)
+        fields = inspection.inspect(path, partial(typer.echo, err=True))
         typer.echo(json.dumps(fields, indent=1) if as_json else inspection.to_text(fields))
 
 

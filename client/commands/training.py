@@ -83,7 +83,7 @@ ObjectiveOption = Annotated[
     typer.Option(
         "--objective",
         metavar="NAME",
-        help="next-token or dpo. Default: dpo for records with chosen and rejected.",
+        help="next-token, dpo, orpo or simpo. Default: dpo for records with chosen and rejected.",
         show_default=False,
     ),
 ]

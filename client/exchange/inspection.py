@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,16 @@ from penstock.host.trust import printable
 _MAX_TENSORS = 40
 
 
-def inspect(path: Path) -> dict[str, Any]:
-    """Returns kind, step, tensors, groups and problems of a checkpoint.
+def inspect(path: Path, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Returns kind, step, tensors, groups and problems of a checkpoint. ``progress`` gets lines
+    about a fetch from the Hub.
 
     Raises:
         ConfigError: no kind of checkpoint has these files; names those that are read.
         StateError: a file is missing or damaged; names the file.
     """
     lines: list[str] = []
-    path = local_folder("PATH", path, WHOLE, lambda line: None)
+    path = local_folder("PATH", path, WHOLE, progress)
     run_tool("penstock.models.exchange.inspecting", str(path), progress=lines.append)
     fields: dict[str, Any] = json.loads(lines[-1])
     return fields

@@ -26,7 +26,7 @@ from penstock.client.views.progress import Working
 from penstock.config.evaluation import EVAL
 from penstock.config.hub_names import from_hub, hub_name
 from penstock.config.schema import parse_config
-from penstock.config.values import DPO, NEXT_TOKEN, PAIR, human_bytes
+from penstock.config.values import DPO, NEXT_TOKEN, PAIR, PAIR_OBJECTIVES, human_bytes
 from penstock.daemons.node.preparing.gpus import FoundGpu
 from penstock.daemons.node.preparing.hub import DATA, TOKENIZER, HubFiles
 from penstock.daemons.node.preparing.tool import run_tool
@@ -55,7 +55,7 @@ _EPOCHS = {"samples": 3, "text": 1, "pairs": 1}
 SAMPLE_BYTES = 16 << 20
 """Bytes of records, as JSON lines, that choices are made by."""
 
-OBJECTIVES = (NEXT_TOKEN, DPO)
+OBJECTIVES = (NEXT_TOKEN, *PAIR_OBJECTIVES)
 """Values of ``--objective``."""
 
 _TOO_LONG = "data.sequence_length ="
@@ -87,9 +87,7 @@ class Start:
             ConfigError: names the option.
         """
         if self.objective not in (None, *OBJECTIVES):
-            raise ConfigError(
-                f"--objective {self.objective}: accepted are {' and '.join(OBJECTIVES)}"
-            )
+            raise ConfigError(f"--objective {self.objective}: accepted are {', '.join(OBJECTIVES)}")
         for option, place in (("--data", self.data), ("--eval", self.held_out)):
             known = place is None or place.startswith("@") or hub_name(place) is not None
             if place is not None and not (known or glob.has_magic(place) or Path(place).exists()):
@@ -237,15 +235,16 @@ def _length(draft: _Draft) -> int:
 
 def _put_objective(draft: _Draft, objective: str | None, *, pairs: bool) -> None:
     """Sets the objective of pairs of answers, if the records are pairs or the user asks for it."""
-    if objective == NEXT_TOKEN or not (pairs or objective == DPO):
+    if objective == NEXT_TOKEN or not (pairs or objective):
         return
     why = "records have chosen and rejected" if pairs else "by --objective"
-    draft.put("data.objective", DPO, f"{why}: learns to prefer one answer to the other")
+    comment = f"{why}: learns to prefer one answer to the other"
+    draft.put("data.objective", objective or DPO, comment)
     draft.put("train.global_batch", PAIR, "")
 
 
 def _trains_on_pairs(draft: _Draft) -> bool:
-    return bool(draft.values["data"].get("objective") == DPO)
+    return draft.values["data"].get("objective") in PAIR_OBJECTIVES
 
 
 def _put_evaluation(draft: _Draft, path: str, summary: Mapping[str, Any]) -> None:

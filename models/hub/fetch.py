@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants
+from huggingface_hub.file_download import repo_folder_name
 
 from penstock.config.hub_names import HubName, fetch_data, from_hub
 from penstock.host.errors import ConfigError
@@ -72,6 +73,11 @@ def _offline(name: HubName, kind: str) -> str:
         command = fetch_data(name.repository)
         return f"no such file or folder; to get this data set from the Hub: {command}"
     remedy = from_hub(name.repository)
+    repository = repo_folder_name(repo_id=name.repository, repo_type=MODEL)
+    cached = Path(constants.HF_HUB_CACHE, repository).glob(f"snapshots/*/{_CONFIG}")
+    folders = sorted((path.parent for path in cached), key=lambda path: path.stat().st_mtime)
+    if folders:
+        remedy = f"huggingface_hub's cache has one: {folders[-1]}"
     return f"no such folder; give a local folder in the Hugging Face layout ({remedy})"
 
 

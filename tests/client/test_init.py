@@ -258,6 +258,16 @@ def test_the_example_of_adapters_trains_that_of_chat(
     assert Path("out/adapter_model.safetensors").stat().st_size > 1000
 
 
+@pytest.mark.parametrize("objective", ["orpo", "simpo"])
+def test_pairs_take_the_objective_that_is_named(objective: str, folder: Path) -> None:
+    pairs = ({"prompt": f"Is {n} odd?", "chosen": "Yes.", "rejected": "No."} for n in range(64))
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    init("pairs.jsonl", "--objective", objective, "--out", "mine.yaml")
+    config = load_config(Path("mine.yaml"))
+    assert config.data.objective == objective and config.trains_on_pairs
+    assert (config.train.epochs, config.optimizer.lr) == (1, 1e-6)
+
+
 @pytest.mark.slow
 def test_adapters_pairs_and_an_evaluation(folder: Path) -> None:
     """Pairs are known by their columns; the files are trained unedited."""
@@ -279,7 +289,7 @@ def test_adapters_pairs_and_an_evaluation(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (("--objective", "kto"), "--objective kto: accepted are next-token and dpo"),
+        (("--objective", "kto"), "--objective kto: accepted are next-token, dpo, orpo, simpo"),
         (("--eval", "no.jsonl"), "--eval no.jsonl: no such file or folder"),
     ],
 )

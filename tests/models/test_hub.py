@@ -100,6 +100,17 @@ def test_no_token_reaches_the_store_of_large_files(hub: Hub) -> None:
     assert hub.tokens == {(TOKEN, False)}
 
 
+def test_a_hub_out_of_reach_names_the_folder_in_the_cache(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repo("models/org/llama").push(MODEL)
+    folder = ask("org/llama")["folder"]
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ConfigError) as caught:
+        ask("org/llama")
+    assert f"(huggingface_hub's cache has one: {folder})" in str(caught.value)
+
+
 def test_keeps_to_a_commit_when_the_revision_moves(hub: Hub) -> None:
     repo = hub.repo("models/org/llama")
     first = repo.push(MODEL)
