@@ -37,8 +37,9 @@ def write_tokens(
 ) -> int:
     """Writes a token file; returns its number of tokens. The file is on disk when this returns.
 
-    Each document is its ids in little-endian :func:`token_dtype`, between its ``marks``. Ready ids
-    have no marks. ``hasher`` takes every byte of the file. ``vocab_size`` is the model's.
+    Each document is its ids in little-endian :func:`token_dtype`, between its ``marks``. Marks that
+    a text has itself stand once. Ready ids get no marks. ``hasher`` takes every byte of the file.
+    ``vocab_size`` is the model's.
 
     Raises:
         CapacityError, ConfigError: it cannot be written, or a text has a token that the model has
@@ -47,7 +48,7 @@ def write_tokens(
     dtype = np.dtype(token_dtype(tokenizer.vocab_size)).newbyteorder("<")
     before, after = (np.asarray(ids, dtype).tobytes() for ids in (marks.before, marks.after))
     num_bytes = length = 0
-    begins = True
+    begins, tail = True, b""
     try:
         with path.open("wb") as file:
             for part in _encoded(texts, tokenizer):
@@ -57,8 +58,12 @@ def write_tokens(
                 most = min(vocab_size, tokenizer.vocab_size) if ready else vocab_size
                 _check_ids(part, length, most)
                 content = part.ids.astype(dtype).tobytes()
+                tail = content if begins else tail + content
                 if not ready:
-                    content = before * begins + content + after * part.ends
+                    begun = begins and not content.startswith(before)
+                    open_ = part.ends and not tail.endswith(after)
+                    content = before * begun + content + after * open_
+                tail = tail[-len(after) :] if after else b""
                 num_bytes += len(content)
                 file.write(content)
                 hasher.update(content)

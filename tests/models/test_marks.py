@@ -93,6 +93,16 @@ def test_documents_begin_as_transformers_begins_them(
     assert prepared(folder, "without", bos=False, tokenizer=tokenizer)[0] == without
 
 
+@pytest.mark.parametrize("template", ["bos", "two"])
+def test_marks_that_a_text_has_itself_stand_once(folder: Path, template: str) -> None:
+    save_template(folder, template)
+    plain = prepared(folder, "plain")[0]
+    before = START if template == "bos" else START + STOP
+    lines = "".join(json.dumps({"text": f"{before}{text}{END}"}) + "\n" for text in TEXTS)
+    (folder.parent / "text.jsonl").write_text(lines)
+    assert prepared(folder, "marked")[0] == plain
+
+
 def test_a_bos_that_no_template_adds_is_added_on_demand(folder: Path) -> None:
     theirs = save_template(folder, "none", bos_token=START)
     expected = []
