@@ -180,9 +180,9 @@ def tune(
             everything=everything,
             keep=keep,
         )
-        errors = Console(stderr=True)
         if config is not None:
-            report = tuning.tune_config(load(config, settings), tune_options, errors)
+            with tuning.searching() as advance:
+                report = tuning.tune_config(load(config, settings), tune_options, advance)
         else:
             named = Description(
                 model=options.required_model(model),
@@ -194,7 +194,8 @@ def tune(
                 dtype=dtype,
                 settings=tuple(settings or ()),
             )
-            report = tuning.tune_model(named, tune_options, errors)
+            with tuning.searching() as advance:
+                report = tuning.tune_model(named, tune_options, advance)
         tuning.write_tuned(report, out, config, tuple(settings or ()))
         if as_json:
             typer.echo(tuning.to_json(report))
@@ -226,8 +227,7 @@ def estimate(
     with errors_explained():
         from penstock.client.planning.described import Description
         from penstock.client.planning.estimate import estimate as make_estimate
-        from penstock.client.planning.tuning import shown_progress
-        from penstock.client.views.console import Console
+        from penstock.client.planning.tuning import searching
 
         described = Description(
             model=model,
@@ -241,7 +241,7 @@ def estimate(
             profile=profile,
             settings=tuple(settings or ()),
         )
-        with shown_progress(Console(stderr=True)) as advance:
+        with searching() as advance:
             report = make_estimate(described, advance)
         typer.echo(json.dumps(report.to_dict(), indent=1) if as_json else report.to_text())
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import dropwhile
 from math import inf
 from pathlib import Path
 from typing import Any
 
+import typer
 import yaml
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from penstock.client.planning.described import HERE, Description, MachineOptions
@@ -20,6 +22,7 @@ from penstock.client.planning.editing import edited
 from penstock.client.planning.outputs import rates_of, write_file
 from penstock.client.planning.plan_command import options_named
 from penstock.client.views.console import Console
+from penstock.client.views.progress import Working
 from penstock.config.execution import ScheduleConfig
 from penstock.config.reading import MAX_BYTES, read_mapping
 from penstock.config.schema import Config, parse_config
@@ -116,7 +119,7 @@ class TuneReport:
         console.print(self.fragment_yaml(), highlight=False, markup=False, soft_wrap=True)
 
 
-def tune_model(described: Description, settings: TuneOptions, console: Console) -> TuneReport:
+def tune_model(described: Description, settings: TuneOptions, advance: Advance) -> TuneReport:
     """Returns the best schedules of a described model; arguments and errors as of
     :func:`tune_config`. The fragment has all keys besides model and data.
     """
@@ -126,14 +129,14 @@ def tune_model(described: Description, settings: TuneOptions, console: Console) 
             f" {config.train.global_batch} sequences of {config.data.sequence_length} tokens a step"
         )
         table = table_of(config, config_only=True)
-        report = _tuned(RunRequest(config=config, table=table), settings, console, what)
+        report = _tuned(RunRequest(config=config, table=table), settings, advance, what)
         parts = described.keys(report.config)
         return replace(report, fragment=parts)
 
 
-def tune_config(config: Config, settings: TuneOptions, console: Console) -> TuneReport:
+def tune_config(config: Config, settings: TuneOptions, advance: Advance) -> TuneReport:
     """Returns the best schedules of a configuration: by default those that ``train`` can run.
-    ``console`` shows progress.
+    ``advance`` follows the search.
 
     Raises:
         ConfigError: impossible model or profile.
@@ -145,15 +148,15 @@ def tune_config(config: Config, settings: TuneOptions, console: Console) -> Tune
         f"{config.run.name} on {config.num_workers} workers, {config.train.global_batch} sequences"
         f" a step, {searched}"
     )
-    return _tuned(RunRequest(config=config, table=table_of(config)), settings, console, what)
+    return _tuned(RunRequest(config=config, table=table_of(config)), settings, advance, what)
 
 
-def _tuned(request: RunRequest, settings: TuneOptions, console: Console, what: str) -> TuneReport:
+def _tuned(request: RunRequest, settings: TuneOptions, advance: Advance, what: str) -> TuneReport:
     """Returns the best schedules of a request; ``what`` names it."""
     config, runs = request.config, not settings.everything
     machine = settings.machine.machine(config)
     request = replace(request, terms=_terms(config, settings))
-    with shown_progress(console) as advance, options_named(), _naming(what):
+    with options_named(), _naming(what):
         run = _searched(request, machine, advance)
     searched = run.searched
     assert searched is not None, "the request has terms"
@@ -263,22 +266,20 @@ def _schemes(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @contextmanager
-def shown_progress(console: Console) -> Iterator[Any]:
-    """Shows a bar on a terminal, nothing elsewhere."""
-    columns = (
-        TextColumn("{task.completed}/{task.total}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task("", total=None)
+def searching() -> Iterator[Advance]:
+    """Shows on stderr that a model is read, then how far a search is."""
+    with Working("reading the model", sys.stderr, partial(typer.echo, err=True)) as progress:
+        begun = False
 
         def advance(done: int, total: int, best: SearchOutcome | None) -> None:
-            described = "" if best is None else f"best {SECONDS.format(best.step_s)}"
-            progress.update(task, completed=done, total=total, description=described)
+            nonlocal begun
+            leader = (
+                "" if best is None else f", the best takes {SECONDS.format(best.step_s)} a step"
+            )
+            if not begun:
+                progress.doing("searching schedules")
+            begun = True
+            progress.describe(f"searching schedules: {done} of {total}{leader}")
 
         yield advance
 

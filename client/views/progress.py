@@ -78,6 +78,11 @@ class Working:
             if self._is_drawn:
                 self.draw()
 
+    def describe(self, work: str) -> None:
+        """Describes the same work in other words; its duration goes on."""
+        with self._lock:
+            self._doing = work
+
     def draw(self) -> None:
         """Shows the work, if a line is due."""
         with self._lock:
