@@ -169,7 +169,6 @@ def tune(
     with errors_explained():
         from penstock.client.planning import tuning
         from penstock.client.planning.described import Description
-        from penstock.client.views.console import Console
 
         tune_options = tuning.TuneOptions(
             machine=options.machine_options(gpu, device_memory, host_memory, shm),
@@ -180,27 +179,26 @@ def tune(
             everything=everything,
             keep=keep,
         )
-        if config is not None:
-            with tuning.searching() as advance:
+        with tuning.searching() as advance:
+            if config is not None:
                 report = tuning.tune_config(load(config, settings), tune_options, advance)
-        else:
-            named = Description(
-                model=options.required_model(model),
-                machine=tune_options.machine,
-                workers=workers,
-                workers_per_node=workers_per_node,
-                sequence_length=sequence_length,
-                global_batch=global_batch,
-                dtype=dtype,
-                settings=tuple(settings or ()),
-            )
-            with tuning.searching() as advance:
+            else:
+                named = Description(
+                    model=options.required_model(model),
+                    machine=tune_options.machine,
+                    workers=workers,
+                    workers_per_node=workers_per_node,
+                    sequence_length=sequence_length,
+                    global_batch=global_batch,
+                    dtype=dtype,
+                    settings=tuple(settings or ()),
+                )
                 report = tuning.tune_model(named, tune_options, advance)
         tuning.write_tuned(report, out, config, tuple(settings or ()))
         if as_json:
             typer.echo(tuning.to_json(report))
         else:
-            report.show(Console(width=max(120, terminal_width())))
+            report.show(max(120, terminal_width()))
 
 
 def estimate(

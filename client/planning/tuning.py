@@ -108,8 +108,9 @@ class TuneReport:
         """Returns the winner as part of a configuration, headed by comments."""
         return self.heading + yaml.safe_dump(self.fragment, sort_keys=False)
 
-    def show(self, console: Console) -> None:
-        """Prints a table of the best, then the winner's configuration."""
+    def show(self, width: int) -> None:
+        """Prints a table of the best in ``width`` columns, then the winner's configuration."""
+        console = Console(width=width)
         console.print(f"{self.what}: {self.num_candidates} candidates", highlight=False)
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.left_out.items()))
         if reasons:
