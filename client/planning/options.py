@@ -450,16 +450,19 @@ def size(option: str, text: str | None) -> int | None:
     """Returns the bytes that a text such as ``40G`` says.
 
     Raises:
-        ConfigError: no size.
+        ConfigError: no size, or nothing.
     """
     from penstock.config.values import parse_size
 
     if text is None:
         return None
     try:
-        return parse_size(text)
+        num_bytes = parse_size(text)
     except ValueError as error:
         raise ConfigError(f"{option} {text!r}: {error}") from error
+    if num_bytes == 0:
+        raise ConfigError(f"{option} {text!r}: give more than 0 bytes, such as 20G")
+    return num_bytes
 
 
 def optimizer_name(text: str) -> str:

@@ -183,6 +183,15 @@ def test_named_models_have_the_shape_that_the_planner_knows(name: str) -> None:
     assert counted == MODELS[name].num_parameters
 
 
+@pytest.mark.parametrize("option", ["--host-memory", "--shm", "--device-memory"])
+@pytest.mark.parametrize("size", ["0", "-1G", "much"])
+def test_sizes_name_their_option(option: str, size: str) -> None:
+    words = ["estimate", NAME, "--gpu", "H100", f"{option}={size}"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2 and result.stderr.startswith(f"penstock: {option} {size!r}: ")
+    assert result.stderr.count("\n") == 1
+
+
 def test_what_train_cannot_take_is_refused_by_name() -> None:
     result = CliRunner().invoke(app, ["estimate", "bert-32", "--gpu", "H100"])
     assert result.exit_code == 2 and "is not a causal language model" in result.stderr
