@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,9 @@ from penstock.daemons.memory.tensorfile import CancelledError
 from penstock.host.errors import CapacityError, ConfigError, StateError
 from penstock.models.checkpoints.export import saved_blocks
 from penstock.protocol.generated import scheduler_pb2 as pb
+from penstock.protocol.run.names import ownership
 from penstock.protocol.run.rundir import RunDirectory
+from penstock.shm.layout import NodeLayout, Storage
 from penstock.shm.memory import NodeMemory
 from penstock.shm.published import LAYOUT, PublishedFile, PublishedLayout, PublishedTensor
 from penstock.shm.table import DType
@@ -163,6 +166,30 @@ def test_a_split_master_is_joined_before_it_is_rounded(
         assert_same(read(folder), numbers(memory, 7))
         half_up = memory.weights(0, 1)[:2].copy()
         assert half_up.tolist() != read(folder)["b0.w"].view(torch.int16).reshape(-1)[:2].tolist()
+    finally:
+        memory.close()
+
+
+def test_weights_of_a_block_with_two_states_are_rounded_from_its_master(
+    make_run: Any, helpers: Any, lay: Lay
+) -> None:
+    """Its next state may be settled during the copy, and its weights may be written after that."""
+    run = make_run()
+    spec = run.memory_spec(0)
+    owners = ownership(run.config, run.table, run.plan)
+    layout = NodeLayout.compute(run.table, owners, 0, Storage(flushed=(0,)))
+    memory = NodeMemory.create(dataclasses.replace(spec, layout=layout))
+    try:
+        helpers.fill(memory)
+        for block in BLOCKS:
+            memory.frozen(block)[:] &= 0x7F7F
+            memory.weights(block, 1)[:] = 0x4000
+        helpers.commit(memory, 7)
+        folder = lay(memory)
+        copy_weights(PinnedVersion(memory, 7), folder, never)
+        copied = read(folder)
+        assert torch.equal(copied["b0.w"], numbers(memory, 7)["b0.w"])
+        assert (copied["b1.w"] == 2.0).all(), "a block with one state has its weights"
     finally:
         memory.close()
 
