@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
+from transformers import AutoModelForCausalLM
 
+from penstock.config.adapter import AdapterConfig
 from penstock.config.schema import Config, parse_config
 from penstock.daemons.node.preparing import hub as hub_module
 from penstock.daemons.node.preparing.hub import WHOLE, HubFiles, local_folder
@@ -95,6 +98,16 @@ def test_table_needs_the_settings_alone(hub: Hub) -> None:
     table = table_of(config_of())
     assert len(table.blocks) == 4
     assert not [each for each in hub.requests if "safetensors" in each]
+
+
+def test_table_has_the_adapter_of_the_hub(hub: Hub, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    hub.repo("models/org/adapter").push(files_of(tmp_path / "adapter"))
+    adapter = AdapterConfig(path=Path("org/adapter"))
+    table = table_of(config_of().model_copy(update={"adapter": adapter}))
+    assert table.trained_parameters == adapted.get_nb_trainable_parameters()[0]
 
 
 def test_local_paths_ask_nothing(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,9 +202,13 @@ def with_hub_files(config: Config, hub: HubFiles, *, model: str = WHOLE) -> Conf
 
 
 def with_hub_model(config: Config, progress: Progress) -> Config:
-    """Returns the configuration with a local model and tokenizer, without weights and data."""
+    """Returns the configuration with a local model, adapter and tokenizer, without the model's
+    weights and data.
+    """
     hub = HubFiles(progress=progress, imports=bool(config.model.imports))
     config = _with_section(config, "model", {"path": TOKENIZER}, hub)
+    if config.adapter is not None:
+        config = _with_section(config, "adapter", {"path": ADAPTER}, hub)
     return _with_section(config, "data", {"tokenizer": TOKENIZER}, hub)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from penstock.config.hub_names import remote_name
 from penstock.config.schema import Config
 from penstock.daemons.node.preparing.hub import with_hub_model
 from penstock.daemons.node.preparing.places import with_absolute_paths
@@ -23,8 +22,9 @@ def table_of(config: Config, *, config_only: bool = False) -> BlockTable:
     """
     if config.cluster.platform.builtin_model:
         return Emulation.of(with_absolute_paths(config)).table
-    if remote_name(config.model.path or ""):
-        config, config_only = with_hub_model(config, lambda line: None), True
+    local = with_hub_model(config, lambda line: None)
+    config_only = config_only or local.model.path != config.model.path
+    config = local
     with scratch_folder("plan") as directory:
         RunDirectory.create(directory)
         text = with_absolute_paths(config).to_yaml()
