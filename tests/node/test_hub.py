@@ -15,7 +15,8 @@ from penstock.config.adapter import AdapterConfig
 from penstock.config.schema import Config, parse_config
 from penstock.daemons.node.preparing import hub as hub_module
 from penstock.daemons.node.preparing.hub import WHOLE, HubFiles, local_folder
-from penstock.daemons.node.preparing.prepare import prepare_run, table_of
+from penstock.daemons.node.preparing.prepare import prepare_run
+from penstock.daemons.node.preparing.tables import table_of
 from penstock.host.errors import ConfigError
 from tests.folders import save_model
 from tests.hub_server import Hub, files_of, serving
@@ -100,6 +101,7 @@ def test_table_needs_the_settings_alone(hub: Hub) -> None:
     assert not [each for each in hub.requests if "safetensors" in each]
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 def test_table_has_the_adapter_of_the_hub(hub: Hub, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
