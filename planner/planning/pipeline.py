@@ -293,8 +293,8 @@ def operators_named(words: Sequence[str], costs: Costs) -> tuple[str, ...]:
     known = tuple(dict.fromkeys(op.name for block in costs.blocks for op in block.operators))
     if not known:
         raise ConfigError(
-            "operators to drop: these costs know no operators; give those of penstock profile"
-            " (--costs p.json)"
+            "operators to drop: these costs know no operators; give measured ones, --costs p.json"
+            " (penstock profile makes them)"
         )
     chosen: dict[str, None] = {}
     for word in words:

@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from penstock.client.planning import data_rows, estimate, starting
 from penstock.client.planning.starting import Start, write_start
+from penstock.client.views.progress import Working
 from penstock.config.schema import load_config
 from penstock.daemons.node.preparing import tool
 from penstock.daemons.node.preparing.places import with_absolute_paths
@@ -75,7 +76,7 @@ def outcome(model_type: str, folder: Path) -> str:
     data.write_text(chats(40))
     target = folder / "mine.yaml"
     start = Start(model=folder / "model", data=str(data), output=target)
-    write_start(start, lambda line: None)
+    write_start(start, Working("reading", None, lambda line: None))
     config = with_absolute_paths(load_config(target))
     run = RunDirectory.create(folder / "run")
     (run.path / "resolved.yaml").write_text(config.to_yaml())

@@ -82,7 +82,7 @@ def test_the_commands_are_printed_for_each_machine(tmp_path: Path) -> None:
     }
     assert (tmp_path / "two-machines-authority" / "ca.key").exists()
     for word in ("watch", "stop"):
-        assert f"penstock {word} --run-dir {config.run_dir}" in printed
+        assert f"penstock {word} {config.run_dir}" in printed
     process = shell(tmp_path, folder, made[1])
     output, _ = process.communicate(timeout=600)
     assert process.returncode == ExitCode.BAD_CONFIG and "never overwritten" in output
