@@ -262,12 +262,8 @@ def _fields(path: Path) -> Mapping[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
-def dtype_of(path: Path) -> str | None:
-    """Returns the type of weights that a ``config.json`` names; ``None`` where it names none."""
-    return _dtype(_fields(path))
-
-
 def _dtype(fields: Mapping[str, Any]) -> str | None:
+    """Returns the type of weights that a ``config.json`` names; None where it names none."""
     named = fields.get("dtype", fields.get("torch_dtype"))
     dtype = _DTYPES.get(named) if isinstance(named, str) else None
     return None if dtype is None else dtype.value

@@ -55,7 +55,6 @@ EXCUSED: Mapping[str, str] = MappingProxyType(
         "protocol.run.bases.base_identity.base_digest": _OWN,
         "client.cli.Command.parse_args": _NAMED_SO,
         "client.planning.tuning._searched": _OWN,
-        "client.planning.described._fields": "is what dtype_of reads, which has a target",
         "config.hub_names.HubName.parse": _PATTERN,
         "daemons.node.preparing.fitting.planned_run._frugal": _OWN,
         "daemons.node.preparing.fitting.reliefs._with_settings": _OWN,

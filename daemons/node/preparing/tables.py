@@ -24,10 +24,9 @@ def table_of(config: Config, *, config_only: bool = False) -> BlockTable:
         return Emulation.of(with_absolute_paths(config)).table
     local = with_hub_model(config, lambda line: None)
     config_only = config_only or local.model.path != config.model.path
-    config = local
     with scratch_folder("plan") as directory:
         RunDirectory.create(directory)
-        text = with_absolute_paths(config).to_yaml()
+        text = with_absolute_paths(local).to_yaml()
         write_atomically(directory / "resolved.yaml", text)
-        run_models_prepare(config, directory, "--config-only" if config_only else "--table-only")
+        run_models_prepare(local, directory, "--config-only" if config_only else "--table-only")
         return RunDirectory(directory).table

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, patch
 
-from penstock.client.planning.described import dtype_of
+from penstock.client.planning.described import _dtype, _fields
 from penstock.client.views.report.facts import RunFacts
 from penstock.client.views.report.incidents import read_history
 from penstock.client.views.report.readings import read_metrics
@@ -313,8 +313,8 @@ RUN_FILES = (
     json_file(
         "model_dtype",
         "config.json",
-        lambda folder: dtype_of(folder / "config.json"),
-        ("client.planning.described.dtype_of",),
+        lambda folder: _dtype(_fields(folder / "config.json")),
+        ("client.planning.described._fields",),
         {"model_type": "llama", "dtype": "bfloat16", "torch_dtype": "float16"},
     ),
     json_file(

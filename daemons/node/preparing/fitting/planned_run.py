@@ -290,8 +290,8 @@ def plan_anyway(
         ConfigError: no plan can be built, or workers cannot run it.
         CapacityError: nothing fits, and the given keys exclude the plan that needs least.
     """
-    roomy = replace(machine, memory=replace(machine.memory, ram_available=None, shm_free=None))
-    roomy = replace(roomy, memory=replace(roomy.memory, memlock=None, groups=()))
+    unlimited = MachineMemory(ram_available=None, shm_free=None, device=machine.memory.device)
+    roomy = replace(machine, memory=unlimited)
     hostless = _with_limits(request.config, request.config.memory.device_limit, None)
     try:
         run = plan_run(replace(request, config=hostless), roomy, progress)
